@@ -1,0 +1,1 @@
+"""The parts of a decoder layer, one idea a file."""

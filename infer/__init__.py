@@ -1,0 +1,1 @@
+"""Generation: sampling, verification, the cycle, and the public LLM class."""
