@@ -30,7 +30,8 @@ import jax  # noqa: E402  (after the environment)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
-# Most of a run is compilation; a second run on the same machine takes it from here. JAX_ENABLE_COMPILATION_CACHE=false turns it off.
+# Most of a run is compilation; a second run on the same machine takes it from here.
+# JAX_ENABLE_COMPILATION_CACHE=false turns it off.
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
