@@ -1,1 +1,1 @@
-"""Training of draft heads: data, features, loss, loop."""
+"""Training of EAGLE-3 draft heads: data -> features -> loss -> loop."""

@@ -1,0 +1,176 @@
+"""From files to padded batches: read, mask, fit to length, shuffle, batch.
+
+Every row that is not used is counted under its reason. Batches are a pure function of (rows, seed, step), so a
+checkpoint that holds the step holds the data position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from eagle3_jax.errors import UserError
+from train.conversations import BadRow, Row, parse_record, read_records
+from train.mask import ChatRenderer
+
+Overlong = Literal["truncate", "drop"]
+SMALLEST_BUCKET = 128
+
+
+class DataError(UserError, ValueError):
+    """Training data that cannot be used."""
+
+
+@dataclasses.dataclass
+class DataReport:
+    """What became of the rows."""
+
+    num_read: int = 0
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_supervised_tokens: int = 0
+    num_truncated: int = 0
+    num_changed_turns: int = 0
+    num_misfit_turns: int = 0
+    dropped: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_read} rows read, {self.num_rows} training sequences, {self.num_tokens} tokens, "
+            f"{self.num_supervised_tokens} of them supervised"
+        ]
+        lines += [f"  dropped: {count} x {reason}" for reason, count in self.dropped.most_common()]
+        notes = (
+            (self.num_truncated, "sequences truncated"),
+            (self.num_changed_turns, "answers whose text a later turn changes (see data.changed_turns)"),
+            (self.num_misfit_turns, "answers that do not continue their generation prompt, not supervised"),
+        )
+        return "\n".join(lines + [f"  {count} {text}" for count, text in notes if count])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "dropped": dict(self.dropped)}
+
+
+def load_rows(
+    files: Sequence[str | Path],
+    renderer: ChatRenderer | None,
+    *,
+    max_length: int,
+    overlong: Overlong = "truncate",
+    vocab_size: int,
+    wrap: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> tuple[list[Row], DataReport]:
+    """Reads and masks every row of `files`. `wrap` may show progress; `renderer` is None if all rows are tokenised.
+
+    Raises:
+      DataError: no row is left; the message is the report.
+    """
+    report, rows = DataReport(), list[Row]()
+    for record in wrap(record for path in files for record in read_records(Path(path))):
+        report.num_read += 1
+        try:
+            found = [_fit(row, max_length, overlong, vocab_size, report) for row in _to_rows(record, renderer)]
+        except BadRow as reason:
+            report.dropped[str(reason)] += 1
+        else:
+            rows += [row for row in found if row is not None]
+    _finish(report, rows, renderer)
+    if not rows:
+        raise DataError(f"no row can be trained on. {report}")
+    return rows, report
+
+
+def _to_rows(record: Any, renderer: ChatRenderer | None) -> list[Row]:
+    parsed = parse_record(record)
+    if isinstance(parsed, Row):
+        return [parsed]
+    if renderer is None:
+        raise BadRow("a conversation, but there is no tokenizer with a chat template")
+    return renderer.rows(parsed)
+
+
+def _fit(row: Row, max_length: int, overlong: Overlong, vocab_size: int, report: DataReport) -> Row | None:
+    """The row within max_length, or None (counted)."""
+    if len(row.tokens) and row.tokens.max() >= vocab_size:
+        raise BadRow(f"token ids beyond the target's vocabulary of {vocab_size}")
+    if len(row.tokens) > max_length and overlong == "drop":
+        report.dropped[f"longer than {max_length} tokens"] += 1
+        return None
+    if len(row.tokens) > max_length:
+        report.num_truncated += 1
+        row = Row(row.tokens[:max_length], row.mask[:max_length])
+    if not has_supervision(row.mask):
+        where = f" in the first {max_length}" if len(row.tokens) == max_length else ""
+        report.dropped["no supervised token" + where] += 1
+        return None
+    return row
+
+
+def _finish(report: DataReport, rows: Sequence[Row], renderer: ChatRenderer | None) -> None:
+    report.num_rows = len(rows)
+    report.num_tokens = sum(len(row.tokens) for row in rows)
+    report.num_supervised_tokens = int(sum(row.mask.sum() for row in rows))
+    if renderer is not None:
+        report.num_changed_turns, report.num_misfit_turns = renderer.num_changed, renderer.num_misfits
+
+
+def has_supervision(mask: np.ndarray) -> bool:
+    """Whether tokens p+1 and p+2 are both the assistant's for a p >= 0: a position that the first step trains on."""
+    return bool(np.any(mask[1:-1] & mask[2:])) if len(mask) > 2 else False
+
+
+def bucket_lengths(max_length: int) -> tuple[int, ...]:
+    """Powers of two from 128, then max_length: the few shapes for which the step is compiled."""
+    lengths, length = [], SMALLEST_BUCKET
+    while length < max_length:
+        lengths.append(length)
+        length *= 2
+    return (*lengths, max_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """tokens [B, T] int32 and mask [B, T] bool, right-padded with zeros to a bucket's length."""
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    num_tokens: int
+
+
+def pad_rows(rows: Sequence[Row], buckets: Sequence[int]) -> Batch:
+    """Pads to the smallest bucket that holds the longest row."""
+    longest = max(len(row.tokens) for row in rows)
+    length = next(b for b in buckets if b >= longest)
+    tokens, mask = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), bool)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row.tokens)], mask[i, : len(row.tokens)] = row.tokens, row.mask
+    return Batch(tokens, mask, sum(len(row.tokens) for row in rows))
+
+
+class Batches:
+    """Endless shuffled batches, by step: `batches[step]`. Every epoch is shuffled anew."""
+
+    def __init__(self, rows: Sequence[Row], *, batch_size: int, seed: int, buckets: Sequence[int]) -> None:
+        import grain
+
+        def collate(group: Sequence[Row]) -> Batch:
+            return pad_rows(group, buckets)
+
+        source = grain.MapDataset.source(list(rows)).seed(seed).shuffle().repeat()
+        self._dataset = source.batch(batch_size, batch_fn=collate)
+
+    def __getitem__(self, step: int) -> Batch:
+        return self._dataset[step]
+
+
+def ordered_batches(rows: Sequence[Row], *, batch_size: int, buckets: Sequence[int]) -> Iterator[Batch]:
+    """The rows once, in order, for evaluation; the last batch is filled up with empty rows."""
+    empty = Row(np.zeros(0, np.int32), np.zeros(0, bool))
+    for start in range(0, len(rows), batch_size):
+        group = list(rows[start : start + batch_size])
+        yield pad_rows(group + [empty] * (batch_size - len(group)), buckets)
