@@ -1,0 +1,123 @@
+"""What a batch of sequences has seen: keys and values, delta-rule states, and the window that awaits its verdict.
+
+Plain registered dataclasses, given to a jitted step and returned. A slot is one sequence's place in the batch.
+Letters: B slots, W window, K key/value heads, H head width, Hk/Hv key/value heads of the delta rule, M/P their widths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from eagle3_jax.config import DELTA, DraftConfig, TargetConfig
+
+
+class _Replace:
+    def replace(self, **changes: Any) -> Any:
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVPages(_Replace):
+    """Keys and values of one attention layer. Rejected tokens are simply overwritten: lengths say what counts."""
+
+    keys: Array  # [num_pages, page_size, K, H]
+    values: Array  # [num_pages, page_size, K, H]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeltaState(_Replace):
+    """One delta-rule layer: the committed state, and the small vectors from which accepted tokens are folded in later.
+
+    Rejected tokens cannot be subtracted from a recurrent state, so the state never sees a token before it is accepted.
+    """
+
+    state: Array  # [B,Hv,M,P] float32, committed
+    keys: Array  # [B,W,Hk,M] float32, of the last window
+    updates: Array  # [B,W,Hv,P] float32, of the last window
+    log_decay: Array  # [B,W,Hv] float32, running sum over the last window
+    inputs: Array  # [B,kernel-1+W,channels] convolution inputs: committed tail, then the last window
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache(_Replace):
+    """A target's (or a drafter's) memory of B slots.
+
+    `lengths` counts committed tokens. Of these the last `pending` are not yet in the recurrent states: the next pass
+    folds them in. `page_table` maps a slot's pages to the pools (the identity at first).
+    """
+
+    layers: tuple[KVPages | DeltaState, ...]
+    page_table: Array  # [B, pages_per_slot] int32
+    lengths: Array  # [B] int32
+    pending: Array  # [B] int32, <= W
+
+    def commit(self, accepted: Array) -> Cache:
+        """Accepts the first `accepted` [B] tokens of the window just passed; the others never happened."""
+        return self.replace(lengths=self.lengths + accepted, pending=accepted)
+
+    def reset(self, slots: Array) -> Cache:
+        """Empties the slots where `slots` [B] is True. Keys and values need no clearing."""
+        def clear(layer: KVPages | DeltaState) -> KVPages | DeltaState:
+            if isinstance(layer, KVPages):
+                return layer
+            return layer.replace(state=_zero_rows(layer.state, slots), inputs=_zero_rows(layer.inputs, slots))
+
+        zero = jnp.zeros_like(self.lengths)
+        return self.replace(
+            layers=tuple(clear(layer) for layer in self.layers),
+            lengths=jnp.where(slots, zero, self.lengths),
+            pending=jnp.where(slots, zero, self.pending),
+        )
+
+
+def _zero_rows(x: Array, rows: Array) -> Array:
+    return jnp.where(rows.reshape((-1,) + (1,) * (x.ndim - 1)), jnp.zeros_like(x), x)
+
+
+def target_cache(
+    config: TargetConfig, slots: int, max_length: int, window: int, *, dtype: DTypeLike, page_size: int = 64
+) -> Cache:
+    """An empty cache for `slots` sequences of up to `max_length` tokens, verified `window` tokens at a time."""
+    def layer(kind: str) -> KVPages | DeltaState:
+        if kind == DELTA:
+            return _delta_state(config, slots, window, dtype)
+        return _pages(slots, max_length, page_size, config.num_kv_heads, config.head_dim, dtype)
+
+    return _empty(tuple(layer(kind) for kind in config.layer_types), slots, max_length, page_size)
+
+
+def draft_cache(config: DraftConfig, slots: int, max_length: int, *, dtype: DTypeLike, page_size: int = 64) -> Cache:
+    """An empty cache for the layers of an EAGLE-3 head; `pending` stays 0, since it has no recurrent state."""
+    pages = [_pages(slots, max_length, page_size, config.num_kv_heads, config.head_dim, dtype) for _ in range(config.num_layers)]
+    return _empty(tuple(pages), slots, max_length, page_size)
+
+
+def _empty(layers: tuple[KVPages | DeltaState, ...], slots: int, max_length: int, page_size: int) -> Cache:
+    per_slot = -(-max_length // page_size)
+    table = jnp.arange(slots * per_slot, dtype=jnp.int32).reshape(slots, per_slot)
+    return Cache(layers, table, jnp.zeros((slots,), jnp.int32), jnp.zeros((slots,), jnp.int32))
+
+
+def _pages(slots: int, max_length: int, page_size: int, heads: int, width: int, dtype: DTypeLike) -> KVPages:
+    shape = (slots * -(-max_length // page_size), page_size, heads, width)
+    return KVPages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def _delta_state(config: TargetConfig, slots: int, window: int, dtype: DTypeLike) -> DeltaState:
+    c, zeros = config, jnp.zeros
+    return DeltaState(
+        state=zeros((slots, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim), jnp.float32),
+        keys=zeros((slots, window, c.linear_num_key_heads, c.linear_key_head_dim), jnp.float32),
+        updates=zeros((slots, window, c.linear_num_value_heads, c.linear_value_head_dim), jnp.float32),
+        log_decay=zeros((slots, window, c.linear_num_value_heads), jnp.float32),
+        inputs=zeros((slots, c.linear_conv_kernel_dim - 1 + window, c.linear_conv_dim), dtype),
+    )

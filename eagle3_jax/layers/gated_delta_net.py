@@ -1,0 +1,109 @@
+"""The gated delta-rule layer of Qwen3-Next and Qwen3.5: short convolution, delta rule, gated norm."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from eagle3_jax.cache import DeltaState
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.layers.linear import Linear
+from eagle3_jax.layers.norm import GatedRMSNorm, l2_normed
+from pallas_kernels import gated_delta
+from pallas_kernels.causal_conv import causal_conv
+
+
+class ShortConv(nnx.Module):
+    """Depthwise causal convolution. `weight` [kernel, channels], oldest tap first."""
+
+    def __init__(self, kernel: int, channels: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        self.weight = nnx.Param((jax.random.normal(rngs.params(), (kernel, channels)) * kernel**-0.5).astype(dtype))
+
+    def __call__(self, inputs: Array) -> Array:
+        return causal_conv(inputs, self.weight[...])
+
+
+class DeltaInputs(NamedTuple):
+    """What the delta rule takes, all float32: q, k [B,T,Hk,dk], v [B,T,Hv,dv], g, beta [B,T,Hv]."""
+
+    q: Array
+    k: Array
+    v: Array
+    g: Array
+    beta: Array
+
+
+class GatedDeltaNet(nnx.Module):
+    """Three passes over one set of weights: `__call__` (a whole sequence), `prefill` and `window` (from a cache)."""
+
+    def __init__(self, config: TargetConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        hidden, heads = config.hidden_size, config.linear_num_value_heads
+        self.in_proj_qkv = Linear(hidden, config.linear_conv_dim, dtype=dtype, rngs=rngs)
+        self.in_proj_z = Linear(hidden, config.linear_value_dim, dtype=dtype, rngs=rngs)
+        self.in_proj_b = Linear(hidden, heads, dtype=dtype, rngs=rngs)
+        self.in_proj_a = Linear(hidden, heads, dtype=dtype, rngs=rngs)
+        self.conv1d = ShortConv(config.linear_conv_kernel_dim, config.linear_conv_dim, dtype=dtype, rngs=rngs)
+        # The decay's parameters stay float32 in every dtype: exp(A_log) multiplies a sum over the whole context.
+        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (heads,), minval=0.01, maxval=16.0)))
+        self.dt_bias = nnx.Param(jnp.ones((heads,), jnp.float32))
+        self.norm = GatedRMSNorm(config.linear_value_head_dim, config.rms_norm_eps, dtype=dtype)
+        self.out_proj = Linear(config.linear_value_dim, hidden, dtype=dtype, rngs=rngs)
+        self.config = config
+
+    def __call__(self, x: Array, valid: Array | None = None) -> Array:
+        """x [B,T,D] from an empty state. `valid` [B,T] is False on right padding."""
+        qkv = self.in_proj_qkv(x)
+        tail = jnp.zeros((x.shape[0], self.config.linear_conv_kernel_dim - 1, qkv.shape[-1]), qkv.dtype)
+        mixed = self._inputs(x, self.conv1d(jnp.concatenate([tail, qkv], axis=1)), valid)
+        out, _ = gated_delta.chunked(*mixed, self._zero_state(x.shape[0]))
+        return self._finish(x, out)
+
+    def prefill(self, x: Array, valid: Array, num_valid: Array, pending: Array, past: DeltaState) -> tuple[Array, DeltaState]:
+        """A chunk of prompt: commits what was pending, then the chunk's first `num_valid` [B] tokens."""
+        history, mixed, state = self._begin(x, valid, pending, past)
+        out, state = gated_delta.chunked(*mixed, state)
+        tail = _rows(history, num_valid, self.config.linear_conv_kernel_dim - 1)
+        inputs = jnp.pad(tail, [(0, 0), (0, past.inputs.shape[1] - tail.shape[1]), (0, 0)])
+        return self._finish(x, out), past.replace(state=state, inputs=inputs)
+
+    def window(self, x: Array, valid: Array, pending: Array, past: DeltaState) -> tuple[Array, DeltaState]:
+        """Tokens that verification has yet to accept: folds in what was pending, leaves the window itself pending."""
+        history, mixed, state = self._begin(x, valid, pending, past)
+        out, updates, total = gated_delta.window(*mixed, state)
+        return self._finish(x, out), DeltaState(state, mixed.k, updates, total, history)
+
+    def _begin(self, x: Array, valid: Array, pending: Array, past: DeltaState) -> tuple[Array, DeltaInputs, Array]:
+        tail = _rows(past.inputs, pending, self.config.linear_conv_kernel_dim - 1)
+        history = jnp.concatenate([tail, self.in_proj_qkv(x)], axis=1)
+        mixed = self._inputs(x, self.conv1d(history), valid)
+        return history, mixed, gated_delta.fold(past.state, past.keys, past.updates, past.log_decay, pending)
+
+    def _inputs(self, x: Array, qkv: Array, valid: Array | None) -> DeltaInputs:
+        c = self.config
+        q, k, v = jnp.split(qkv, [c.linear_key_dim, 2 * c.linear_key_dim], axis=-1)
+        q, k = (l2_normed(y.reshape(*y.shape[:2], c.linear_num_key_heads, c.linear_key_head_dim)) for y in (q, k))
+        v = v.reshape(*v.shape[:2], c.linear_num_value_heads, c.linear_value_head_dim).astype(jnp.float32)
+        rate = jax.nn.softplus(self.in_proj_a(x).astype(jnp.float32) + self.dt_bias[...].reshape(1, 1, -1))
+        g = -jnp.exp(self.A_log[...]).reshape(1, 1, -1) * rate
+        beta = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
+        if valid is not None:
+            g, beta = (jnp.where(valid[..., None], y, 0.0) for y in (g, beta))
+        return DeltaInputs(q * c.linear_key_head_dim**-0.5, k, v, g, beta)
+
+    def _finish(self, x: Array, out: Array) -> Array:
+        z = self.in_proj_z(x).reshape(out.shape)
+        return self.out_proj(self.norm(out, z).reshape(*x.shape[:2], -1))
+
+    def _zero_state(self, batch: int) -> Array:
+        c = self.config
+        return jnp.zeros((batch, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim), jnp.float32)
+
+
+def _rows(x: Array, start: Array, count: int) -> Array:
+    """`count` tokens of x [B,T,C] from each row's own `start` [B]."""
+    return jax.vmap(lambda row, i: jax.lax.dynamic_slice_in_dim(row, i, count))(x, start)

@@ -1,0 +1,214 @@
+"""The target: one hybrid decoder for Qwen3.5, Qwen3-Next, Qwen3, Qwen2 and Llama, dense or mixture of experts.
+
+Boundary b is the residual stream that enters layer b, before its norm: 0 the embeddings, L what leaves the last layer.
+Every pass can return the boundaries a drafter asks for; asking for none computes none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from eagle3_jax.cache import Cache, DeltaState, KVPages
+from eagle3_jax.config import DELTA, TargetConfig, check_aux_layers
+from eagle3_jax.layers.attention import Attention, AttentionShape
+from eagle3_jax.layers.gated_delta_net import GatedDeltaNet
+from eagle3_jax.layers.linear import Embedding, Linear
+from eagle3_jax.layers.mlp import MLP
+from eagle3_jax.layers.moe import MoE
+from eagle3_jax.layers.norm import RMSNorm
+from eagle3_jax.layers.rope import rotation
+from pallas_kernels.attention import attention, paged_attention, write_pages
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TargetOutput:
+    """`hidden` [B,T,D] after the final norm; `aux`, one [B,T,D] for each boundary asked for."""
+
+    hidden: Array
+    aux: tuple[Array, ...]
+
+
+class DecoderLayer(nnx.Module):
+    """Norm, token mixer (attention or delta rule), norm, feed-forward or mixture; two residual additions."""
+
+    def __init__(self, config: TargetConfig, index: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        c = config
+        norm = {"zero_centered": c.zero_centered_norm, "dtype": dtype}
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, **norm)
+        if c.layer_types[index] == DELTA:
+            self.linear_attn = GatedDeltaNet(c, dtype=dtype, rngs=rngs)
+        else:
+            self.self_attn = Attention(_attention_shape(c), dtype=dtype, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, **norm)
+        if c.moe_layers and c.moe_layers[index]:
+            self.mlp: MoE | MLP = MoE(c, dtype=dtype, rngs=rngs)
+        else:
+            self.mlp = MLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, dtype=dtype, rngs=rngs)
+
+
+def _attention_shape(c: TargetConfig) -> AttentionShape:
+    return AttentionShape(
+        d_in=c.hidden_size, d_out=c.hidden_size, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim, norm_eps=c.rms_norm_eps, qk_norm=c.qk_norm, zero_centered_norm=c.zero_centered_norm,
+        output_gate=c.attn_output_gate, bias=c.attention_bias, out_bias=c.attention_out_bias,
+    )
+
+
+Mixer = Callable[[int, DecoderLayer, Array], Array]
+
+
+class Target(nnx.Module):
+    """The model that is right. Parameter paths follow Hugging Face names without `model.`; linears are `kernel` [in, out]."""
+
+    def __init__(self, config: TargetConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs) -> None:
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, zero_centered=config.zero_centered_norm, dtype=dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
+        self.config = config
+
+    def embed(self, token_ids: Array) -> Array:
+        """Token embeddings [B,T,D]."""
+        return self.embed_tokens(token_ids)
+
+    def logits(self, hidden: Array) -> Array:
+        """float32 logits [..., V] of hidden states after the final norm."""
+        if self.config.tie_word_embeddings:
+            return self.embed_tokens.attend(hidden)
+        return jnp.matmul(hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+
+    def output_rows(self, token_ids: Array) -> Array:
+        """The output projection's columns [D, U] of some tokens [U]: what a teacher over a draft vocabulary needs."""
+        if self.config.tie_word_embeddings:
+            return self.embed_tokens.weight[...][token_ids].T
+        return self.lm_head.kernel[...][:, token_ids]
+
+    def __call__(
+        self,
+        token_ids: Array | None = None,
+        *,
+        inputs_embeds: Array | None = None,
+        positions: Array | None = None,
+        attention_mask: Array | None = None,
+        aux_layers: Sequence[int] = (),
+    ) -> TargetOutput:
+        """One pass over whole sequences, without a cache.
+
+        Args:
+          token_ids: [B,T] int32, or instead of them inputs_embeds [B,T,D].
+          positions: [B,T], or [3,B,T] for M-RoPE; by default each row counts its own tokens from 0.
+          attention_mask: [B,T], False (0) on padding, which may stand left or right. Padding never reaches a real
+            token; what comes out at padded places is meaningless.
+          aux_layers: boundaries to return, ascending.
+        """
+        if (token_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either token_ids or inputs_embeds")
+        x = self.embed(token_ids) if inputs_embeds is None else inputs_embeds
+        if attention_mask is None:
+            return self._uncached(x, positions, None, aux_layers)
+        # Inside, padding stands right: each row's tokens are moved to its front and back again.
+        mask = attention_mask.astype(bool)
+        front = jnp.argsort(~mask, axis=1, stable=True)
+        back = jnp.argsort(front, axis=1)
+        moved = None if positions is None else jnp.take_along_axis(positions, front.reshape((1,) * (positions.ndim - 2) + front.shape), axis=-1)
+        out = self._uncached(_take(x, front), moved, jnp.sum(mask, axis=1), aux_layers)
+        return jax.tree.map(lambda y: _take(y, back), out)
+
+    def _uncached(self, x: Array, positions: Array | None, num_valid: Array | None, aux_layers: Sequence[int]) -> TargetOutput:
+        tokens = jnp.arange(x.shape[1])[None]
+        valid = None if num_valid is None else tokens < num_valid[:, None]
+        cos_sin = rotation(jnp.broadcast_to(tokens, x.shape[:2]) if positions is None else positions, self.config.rope)
+        causal = jnp.tri(x.shape[1], dtype=bool)[None]
+
+        def mixer(i: int, layer: DecoderLayer, h: Array) -> Array:
+            if self.config.layer_types[i] == DELTA:
+                return layer.linear_attn(h, valid)
+            return layer.self_attn(h, cos_sin, lambda q, k, v: attention(q, k, v, causal))
+
+        return self._decode(x, mixer, aux_layers)
+
+    def prefill(
+        self, token_ids: Array, num_valid: Array, cache: Cache, *, aux_layers: Sequence[int] = ()
+    ) -> tuple[TargetOutput, Cache]:
+        """A chunk [B,T] of prompts, committed at once: the first `num_valid` [B] tokens of each row (0: left alone)."""
+        x = self.embed(token_ids)
+        valid = jnp.arange(x.shape[1])[None] < num_valid[:, None]
+
+        def delta(layer: GatedDeltaNet, h: Array, past: DeltaState) -> tuple[Array, DeltaState]:
+            return layer.prefill(h, valid, num_valid, cache.pending, past)
+
+        out, layers = self._cached(x, valid, cache, delta, aux_layers)
+        return out, cache.replace(layers=layers, lengths=cache.lengths + num_valid, pending=jnp.zeros_like(cache.pending))
+
+    def window(self, token_ids: Array, cache: Cache, *, aux_layers: Sequence[int] = ()) -> tuple[TargetOutput, Cache]:
+        """Tokens [B,W] to verify, W as the cache was made for. Nothing counts until `cache.commit(accepted)`."""
+        x = self.embed(token_ids)
+        valid = jnp.ones(x.shape[:2], bool)
+
+        def delta(layer: GatedDeltaNet, h: Array, past: DeltaState) -> tuple[Array, DeltaState]:
+            return layer.window(h, valid, cache.pending, past)
+
+        out, layers = self._cached(x, valid, cache, delta, aux_layers)
+        return out, cache.replace(layers=layers, pending=jnp.zeros_like(cache.pending))
+
+    def _cached(
+        self,
+        x: Array,
+        valid: Array,
+        cache: Cache,
+        delta: Callable[[GatedDeltaNet, Array, DeltaState], tuple[Array, DeltaState]],
+        aux_layers: Sequence[int],
+    ) -> tuple[TargetOutput, tuple[KVPages | DeltaState, ...]]:
+        positions = cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+        cos_sin = rotation(positions, self.config.rope)
+        layers = list(cache.layers)
+
+        def mixer(i: int, layer: DecoderLayer, h: Array) -> Array:
+            past = layers[i]
+            if isinstance(past, DeltaState):
+                out, layers[i] = delta(layer.linear_attn, h, past)
+                return out
+
+            def attend(q: Array, k: Array, v: Array) -> Array:
+                out, layers[i] = attend_pages(past, cache.page_table, positions, valid, q, k, v)
+                return out
+
+            return layer.self_attn(h, cos_sin, attend)
+
+        return self._decode(x, mixer, aux_layers), tuple(layers)
+
+    def _decode(self, x: Array, mixer: Mixer, aux_layers: Sequence[int]) -> TargetOutput:
+        wanted, aux = check_aux_layers(aux_layers, self.config.num_layers), []
+        for i, layer in enumerate(self.layers):
+            if i in wanted:
+                aux.append(x)
+            with jax.named_scope(f"layer_{i}"):
+                x = x + mixer(i, layer, layer.input_layernorm(x))
+                x = x + layer.mlp(layer.post_attention_layernorm(x))
+        if self.config.num_layers in wanted:
+            aux.append(x)
+        if len(aux) != len(wanted):
+            raise AssertionError(f"captured {len(aux)} aux states, {len(wanted)} were asked for")
+        return TargetOutput(self.norm(x), tuple(aux))
+
+
+def attend_pages(
+    pages: KVPages, page_table: Array, positions: Array, valid: Array, q: Array, k: Array, v: Array
+) -> tuple[Array, KVPages]:
+    """Writes k and v [B,T,K,H] at `positions`, then lets q see everything up to its own position."""
+    keys = write_pages(pages.keys, k, page_table, positions, valid)
+    values = write_pages(pages.values, v, page_table, positions, valid)
+    return paged_attention(q, keys, values, page_table, positions), KVPages(keys, values)
+
+
+def _take(x: Array, order: Array) -> Array:
+    return jnp.take_along_axis(x, order[..., None], axis=1)

@@ -1,0 +1,169 @@
+"""Plain jnp forms of the gated delta rule; `recurrent` is the oracle of the others.
+
+Letters: B batch, T tokens, C chunk or window, K key heads, R value heads of one key head, M key width, P value width.
+Shapes: q, k [B,T,K,M]; v [B,T,K*R,P]; g (log decay, <= 0) and beta [B,T,K*R]; state [B,K*R,M,P]. Queries and keys come
+L2-normed, queries scaled. Everything is computed in float32 at precision HIGHEST. A token with g = 0 and beta = 0 is
+inert: that is what padding is.
+
+    S_t = e^{g_t} S_{t-1} + k_t u_t^T,  u_t = beta_t (v_t - e^{g_t} S_{t-1}^T k_t),  o_t = S_t^T q_t
+
+With G_t the running sum of g inside a chunk that starts from S0, the u of a chunk solve a unit triangular system:
+
+    u_t + beta_t sum_{j<t} e^{G_t-G_j} (k_j.k_t) u_j = beta_t (v_t - e^{G_t} S0^T k_t)
+    o_t = e^{G_t} S0^T q_t + sum_{j<=t} e^{G_t-G_j} (k_j.q_t) u_j
+    S_a = e^{G_a} S0 + sum_{j<=a} e^{G_a-G_j} k_j u_j^T
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def recurrent(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> tuple[Array, Array]:
+    """Token by token. Returns outputs [B,T,K*R,P] and the final state, float32."""
+    repeats = v.shape[2] // k.shape[2]
+    q, k = (jnp.repeat(x, repeats, axis=2) for x in (q, k))
+
+    def step(s: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+        q_t, k_t, v_t, g_t, beta_t = token
+        s = s * jnp.exp(g_t)[..., None, None]
+        u_t = beta_t[..., None] * (v_t - _einsum("BKMP,BKM->BKP", s, k_t))
+        s = s + k_t[..., :, None] * u_t[..., None, :]
+        return s, _einsum("BKMP,BKM->BKP", s, q_t)
+
+    tokens = tuple(jnp.moveaxis(x.astype(jnp.float32), 1, 0) for x in (q, k, v, g, beta))
+    state, out = jax.lax.scan(step, state.astype(jnp.float32), tokens)
+    return jnp.moveaxis(out, 0, 1), state
+
+
+def chunked(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *, chunk: int = 64
+) -> tuple[Array, Array]:
+    """The same outputs and final state as `recurrent`, a chunk of tokens at a time; differentiable."""
+    batch, tokens, key_heads, _ = k.shape
+    size = min(chunk, _next_power_of_two(tokens))
+    chunks = -(-tokens // size)
+    split = [_pad(x, chunks * size).reshape(batch, chunks, size, *x.shape[2:]) for x in (q, k, v, g, beta)]
+    parts = jax.vmap(_prepare, in_axes=1)(*split)
+    grouped = _group_state(state, key_heads)
+
+    def step(s: Array, part: _Chunk) -> tuple[Array, Array]:
+        updates, out = _apply(part, s)
+        decay = jnp.exp(part.total[:, -1:] - part.total)
+        s = s * jnp.exp(part.total[:, -1])[..., None, None] + _einsum("BCKM,BCKR,BCKRP->BKRMP", part.k, decay, updates)
+        return s, out
+
+    grouped, out = jax.lax.scan(step, grouped, parts)
+    out = jnp.moveaxis(out, 0, 1).reshape(batch, chunks * size, *v.shape[2:])
+    return out[:, :tokens], grouped.reshape(state.shape)
+
+
+def window(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array
+) -> tuple[Array, Array, Array]:
+    """Verifies a window from the committed state, which it only reads.
+
+    Returns outputs [B,C,K*R,P], the updates u [B,C,K*R,P] and the running log decay G [B,C,K*R]: with the keys, all
+    that `fold` needs to commit any prefix of the window.
+    """
+    tokens = k.shape[1]
+    part = _prepare(*(_pad(x, _next_power_of_two(tokens)) for x in (q, k, v, g, beta)))
+    updates, out = _apply(part, _group_state(state, k.shape[2]))
+    flat = [x.reshape(*x.shape[:2], v.shape[2], *x.shape[4:])[:, :tokens] for x in (out, updates, part.total)]
+    return flat[0], flat[1], flat[2]
+
+
+def fold(state: Array, k: Array, updates: Array, total: Array, count: Array) -> Array:
+    """Commits the first `count` [B] tokens of a window: S = e^{G_a} S0 + sum_{j<=a} e^{G_a-G_j} k_j u_j^T, a = count-1.
+
+    A count of 0 leaves the state as it is. One read and one write of the state, whatever the window.
+    """
+    tokens, key_heads = k.shape[1], k.shape[2]
+    last = jnp.take_along_axis(total, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+    last = jnp.where((count > 0)[:, None, None], last, 0.0)
+    kept = jnp.arange(tokens)[None, :, None] < count[:, None, None]
+    decay = jnp.exp(jnp.where(kept, last - total, -jnp.inf))
+    grouped = (*k.shape[:3], -1)
+    added = _einsum(
+        "BCKM,BCKR,BCKRP->BKRMP", k.astype(jnp.float32), decay.reshape(grouped), updates.reshape(*grouped, updates.shape[-1])
+    )
+    scaled = _group_state(state, key_heads) * jnp.exp(last[:, 0]).reshape(k.shape[0], key_heads, -1)[..., None, None]
+    return (scaled + added).reshape(state.shape)
+
+
+class _Chunk(NamedTuple):
+    """What of a chunk does not depend on the state before it."""
+
+    q: Array  # [B,C,K,M]
+    k: Array  # [B,C,K,M]
+    total: Array  # [B,C,K,R] running log decay G
+    scores: Array  # [B,K,R,C,C] (q_i.k_j) e^{G_i-G_j}, j <= i
+    own: Array  # [B,C,K,R,P] the solved updates for S0 = 0
+    read: Array  # [B,C,K,R,M] what the solved updates take from S0
+
+
+def _prepare(q: Array, k: Array, v: Array, g: Array, beta: Array) -> _Chunk:
+    batch, size, key_heads, _ = k.shape
+    q, k, v, g, beta = (x.astype(jnp.float32) for x in (q, k, v, g, beta))
+    v = v.reshape(batch, size, key_heads, -1, v.shape[-1])
+    g, beta = (x.reshape(batch, size, key_heads, -1) for x in (g, beta))
+    total = jnp.cumsum(g, axis=1)
+    per_head = jnp.moveaxis(total, 1, -1)
+    # Masked before the exponential: e^{G_t} e^{-G_j} would overflow where e^{G_t-G_j} does not.
+    causal = jnp.tri(size, dtype=bool)
+    decay = jnp.exp(jnp.where(causal, per_head[..., :, None] - per_head[..., None, :], -jnp.inf))
+    scores = _einsum("BIKM,BJKM->BKIJ", q, k)[:, :, None] * decay
+    system = _einsum("BIKM,BJKM->BKIJ", k, k)[:, :, None] * decay * jnp.moveaxis(beta, 1, -1)[..., None]
+    inverse = unit_lower_inverse(jnp.where(jnp.tri(size, k=-1, dtype=bool), system, 0.0))
+    own = _einsum("BKRIJ,BJKRP->BIKRP", inverse, beta[..., None] * v)
+    read = _einsum("BKRIJ,BJKRM->BIKRM", inverse, (beta * jnp.exp(total))[..., None] * k[:, :, :, None])
+    return _Chunk(q, k, total, scores, own, read)
+
+
+def _apply(part: _Chunk, state: Array) -> tuple[Array, Array]:
+    """Updates and outputs [B,C,K,R,P] of a chunk that starts from `state` [B,K,R,M,P]."""
+    updates = part.own - _einsum("BCKRM,BKRMP->BCKRP", part.read, state)
+    out = jnp.exp(part.total)[..., None] * _einsum("BCKM,BKRMP->BCKRP", part.q, state)
+    return updates, out + _einsum("BKRIJ,BJKRP->BIKRP", part.scores, updates)
+
+
+def unit_lower_inverse(strict: Array) -> Array:
+    """(I + strict)^-1 for strictly lower triangular [..., n, n], n a power of two.
+
+    Blocks of 1, 2, 4, ... rows are joined by [[a, 0], [c, b]]^-1 = [[a^-1, 0], [-b^-1 c a^-1, b^-1]]: substitution by
+    blocks, all matrix products. A power series of the whole triangle would lose every digit where keys are alike.
+    """
+    size = strict.shape[-1]
+    lead = strict.shape[:-2]
+    inverse = jnp.ones((*lead, size, 1, 1), strict.dtype)
+    block = 1
+    while block < size:
+        pairs = size // (2 * block)
+        tiles = strict.reshape(*lead, pairs, 2, block, pairs, 2, block)[..., :, 1, :, :, 0, :]
+        lower = jnp.moveaxis(jnp.diagonal(tiles, axis1=-4, axis2=-2), -1, -3)
+        both = inverse.reshape(*lead, pairs, 2, block, block)
+        upper_left, lower_right = both[..., 0, :, :], both[..., 1, :, :]
+        joined = -_einsum("...ij,...jk,...kl->...il", lower_right, lower, upper_left)
+        top = jnp.concatenate([upper_left, jnp.zeros_like(upper_left)], axis=-1)
+        inverse = jnp.concatenate([top, jnp.concatenate([joined, lower_right], axis=-1)], axis=-2)
+        block *= 2
+    return inverse[..., 0, :, :]
+
+
+def _group_state(state: Array, key_heads: int) -> Array:
+    return state.astype(jnp.float32).reshape(state.shape[0], key_heads, -1, *state.shape[2:])
+
+
+def _pad(x: Array, tokens: int) -> Array:
+    return jnp.pad(x, [(0, 0), (0, tokens - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
+
+
+def _next_power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
