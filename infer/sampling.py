@@ -1,0 +1,300 @@
+"""From logits to tokens: the same function of (logits, parameters, position) for every row of every window.
+
+Logits are processed in vLLM's order: stop ids masked before min_tokens, temperature, min_p, top_k, top_p. A token is
+the argmax of processed logits plus Gumbel noise that belongs to its absolute position (the Gumbel-max trick), so a
+text does not depend on how its positions were grouped into windows, batches or shards.
+
+Filters never sort the vocabulary. Each is a threshold on the logits, found by 32 steps of bisection over the float's
+bits, and is skipped when no row of the batch asks for it; an all-greedy batch skips everything here but the argmax.
+
+Letters: B batch, W window, V vocabulary, U draft vocabulary. "Position" always means the index, in the whole
+sequence, of the token that a row of logits predicts (the first token after a prompt of n tokens has position n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from eagle3_jax.errors import UserError
+from infer.params import SamplingParams
+
+DraftSampleMethod = Literal["coupled", "greedy", "probabilistic"]
+
+MAX_STOP_IDS = 16
+PRNG = "threefry2x32"  # named, so that jax_default_prng_impl cannot change anybody's text
+
+
+class Purpose(IntEnum):
+    """What the randomness of a position is used for; every use has its own key."""
+
+    TOKEN = 0  # the noise that chooses the token
+    DRAFT = 1  # the drafter's own draw, where drafts must be independent of the target's noise
+    ACCEPT = 2  # the uniform number of a rejection test
+    RESIDUAL = 3  # the noise that chooses the token after a rejection
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingState:
+    """Sampling parameters of the B rows of a batch.
+
+    temperature [B] float32, 0 = greedy; top_p [B] float32, 1 = off; top_k [B] int32, 0 or less = off;
+    min_p [B] float32, 0 = off; min_length [B] int32, the first position at which a stop id may be sampled;
+    stop_ids [B, n] int32 padded with -1; key [B, 2] uint32, the data of each request's threefry key.
+    """
+
+    temperature: Array
+    top_p: Array
+    top_k: Array
+    min_p: Array
+    min_length: Array
+    stop_ids: Array
+    key: Array
+
+    @property
+    def sampled(self) -> Array:
+        """[B] bool: rows that draw, rather than take the most likely token."""
+        return self.temperature > 0
+
+
+def idle_state(batch: int) -> SamplingState:
+    """Rows that nobody uses: greedy and without filters, so that they cost nothing."""
+    return SamplingState(
+        temperature=jnp.zeros(batch, jnp.float32),
+        top_p=jnp.ones(batch, jnp.float32),
+        top_k=jnp.zeros(batch, jnp.int32),
+        min_p=jnp.zeros(batch, jnp.float32),
+        min_length=jnp.zeros(batch, jnp.int32),
+        stop_ids=jnp.full((batch, MAX_STOP_IDS), -1, jnp.int32),
+        key=jnp.zeros((batch, 2), jnp.uint32),
+    )
+
+
+def request_state(
+    params: SamplingParams, *, prompt_length: int, model_stop_ids: Sequence[int], key: np.ndarray
+) -> SamplingState:
+    """One request's parameters as a state of one row (numpy arrays, to be written into a slot of a batch).
+
+    `model_stop_ids` are the model's own, which `ignore_eos` switches off; `key` comes from `request_key`.
+    Raises UserError when the request has more stop ids than a slot can hold.
+    """
+    stop_ids = np.full((1, MAX_STOP_IDS), -1, np.int32)
+    ids = resolve_stop_ids(params, model_stop_ids)
+    stop_ids[0, : len(ids)] = ids
+    row: dict[str, Any] = {
+        "temperature": np.array([0.0 if params.greedy else params.temperature], np.float32),
+        "top_p": np.array([params.top_p], np.float32),
+        "top_k": np.array([max(params.top_k, 0)], np.int32),
+        "min_p": np.array([params.min_p], np.float32),
+        "min_length": np.array([prompt_length + params.min_tokens], np.int32),
+        "stop_ids": stop_ids,
+        "key": np.asarray(key, np.uint32)[None],
+    }
+    return SamplingState(**row)
+
+
+def resolve_stop_ids(params: SamplingParams, model_stop_ids: Sequence[int]) -> list[int]:
+    """The ids that end this request, sorted. Raises UserError when there are more than `MAX_STOP_IDS`."""
+    own = set() if params.ignore_eos else set(model_stop_ids)
+    ids = sorted(own | set(params.stop_token_ids or ()))
+    if len(ids) > MAX_STOP_IDS:
+        raise UserError(f"stop_token_ids: {len(ids)} with the model's own stop ids; at most {MAX_STOP_IDS} fit")
+    return ids
+
+
+def request_key(*, engine_seed: int, request_index: int, seed: int | None = None, sample_index: int = 0) -> np.ndarray:
+    """[2] uint32: the key of one continuation of one request.
+
+    With its own `seed` a request depends on nothing else, so it gives the same text alone and in a batch. Without,
+    it depends on the engine's seed and on how many requests came before it. `sample_index` counts the n
+    continuations. Seeds are integers in [0, 2**64).
+    """
+    root = engine_seed if seed is None else seed
+    path = [root >> 32, 0 if seed is not None else 1, request_index if seed is None else 0, sample_index]
+    key = jax.random.key(jnp.uint32(root & 0xFFFFFFFF), impl=PRNG)
+    for number in path:
+        key = jax.random.fold_in(key, jnp.uint32(number))
+    return np.asarray(jax.random.key_data(key))
+
+
+# ---------------------------------------------------------------------------------------------- randomness
+
+
+def position_keys(params: SamplingState, positions: Array, purpose: Purpose) -> Array:
+    """[B, W] keys: one for each absolute position [B, W] of each request, and for one use."""
+    fold = lambda key, position: jax.random.fold_in(jax.random.fold_in(key, position), int(purpose))
+    keys = jax.random.wrap_key_data(params.key, impl=PRNG)
+    return jax.vmap(jax.vmap(fold, (None, 0)))(keys, positions.astype(jnp.uint32))
+
+
+def gumbel_noise(params: SamplingState, positions: Array, vocab_size: int, purpose: Purpose = Purpose.TOKEN) -> Array:
+    """[B, W, V] float32 standard Gumbel noise; zeros for greedy rows, and nothing is drawn when all are greedy.
+
+    Element v depends on the request's key, the position and v alone: not on V, the batch, W, or the sharding
+    (threefry counts elements: jax_threefry_partitionable, which is jax's default).
+    """
+    shape = (*positions.shape, vocab_size)
+
+    def draw() -> Array:
+        keys = position_keys(params, positions, purpose)
+        noise = jax.vmap(jax.vmap(partial(_gumbel, size=vocab_size)))(keys)
+        return jnp.where(params.sampled[:, None, None], noise, 0.0)
+
+    return lax.cond(params.sampled.any(), draw, lambda: jnp.zeros(shape, jnp.float32))
+
+
+def _gumbel(key: Array, size: int) -> Array:
+    """[size] float32 Gumbel numbers from all 32 bits of a word.
+
+    jax.random.gumbel (mode "low") draws its uniform from 23 bits and takes the logarithm near 1, where floats are
+    coarse: over 250,000 tokens the largest values, the only ones that matter, fall on a few dozen steps. Here the
+    large values come from small uniforms, where floats are fine.
+    """
+    bits = jax.random.bits(key, (size,), jnp.uint32)
+    uniform = (bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
+    uniform = jnp.minimum(uniform, jnp.float32(1.0 - 2.0**-24))  # the largest words round to 1, whose log1p is -inf
+    return -jnp.log(-jnp.log1p(-uniform))
+
+
+def uniform_open(params: SamplingState, positions: Array, purpose: Purpose = Purpose.ACCEPT) -> Array:
+    """[B, W] float32 in the open interval (0, 1), one number a position: 2**-24 at least, 1 - 2**-24 at most."""
+    keys = position_keys(params, positions, purpose)
+    bits = jax.vmap(jax.vmap(lambda key: jax.random.bits(key, (), jnp.uint32)))(keys)
+    return ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
+
+
+# ------------------------------------------------------------------------------------------------- logits
+
+
+def process_logits(logits: Array, params: SamplingState, positions: Array, token_ids: Array | None = None) -> Array:
+    """Logits [B, W, V] float32 as the sampler sees them; tokens that may not be sampled become -inf.
+
+    positions [B, W]: see the top of this file. token_ids [V]: the token that each column stands for, when the
+    columns are not the vocabulary itself (a draft vocabulary).
+    Greedy rows keep their logits, apart from masked stop ids.
+    """
+    logits = _mask_stops(logits.astype(jnp.float32), params, positions, token_ids)
+    return lax.cond(params.sampled.any(), partial(_scale_and_filter, params=params), lambda x: x, logits)
+
+
+def _mask_stops(logits: Array, params: SamplingState, positions: Array, token_ids: Array | None) -> Array:
+    too_early = positions < params.min_length[:, None]  # [B, W]
+
+    def mask(x: Array) -> Array:
+        ids = jnp.arange(x.shape[-1], dtype=jnp.int32) if token_ids is None else token_ids
+        is_stop = (ids[None, :, None] == params.stop_ids[:, None, :]).any(-1)  # [B, V]; padding is -1, no token
+        return jnp.where(too_early[:, :, None] & is_stop[:, None, :], -jnp.inf, x)
+
+    return lax.cond(too_early.any(), mask, lambda x: x, logits)
+
+
+def _scale_and_filter(logits: Array, params: SamplingState) -> Array:
+    sampled = params.sampled
+    logits = logits / jnp.where(sampled, params.temperature, 1.0)[:, None, None]
+    filters: list[tuple[Array, Callable[[Array, Array], Array]]] = [
+        (jnp.where(sampled, params.min_p, 0.0), _filter_min_p),
+        (jnp.where(sampled, params.top_k, 0), _filter_top_k),
+        (jnp.where(sampled & (params.top_p < 1), params.top_p, 0.0), _filter_top_p),
+    ]
+    for value, apply in filters:  # a value of 0 means "off" here
+        logits = lax.cond((value > 0).any(), apply, lambda x, _: x, logits, value[:, None])
+    return logits
+
+
+def _filter_min_p(logits: Array, min_p: Array) -> Array:
+    """Keep tokens at least `min_p` [B, 1] times as likely as the likeliest."""
+    floor = logits.max(-1) + jnp.log(min_p)  # log 0 = -inf keeps everything
+    return jnp.where(logits >= floor[..., None], logits, -jnp.inf)
+
+
+def _filter_top_k(logits: Array, top_k: Array) -> Array:
+    """Keep the `top_k` [B, 1] likeliest tokens and those that tie with the last of them."""
+    vocab_size = logits.shape[-1]
+    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)
+    ordered = _ordered_bits(logits)
+    threshold = _largest_threshold(ordered, lambda kept: kept.sum(-1) >= wanted)
+    return jnp.where(ordered >= threshold[..., None], logits, -jnp.inf)
+
+
+def _filter_top_p(logits: Array, top_p: Array) -> Array:
+    """Keep the smallest set of likeliest tokens with mass `top_p` [B, 1] of what is left, and ties with its last."""
+    mass = jnp.exp(logits - logits.max(-1, keepdims=True))
+    wanted = top_p * mass.sum(-1)
+    ordered = _ordered_bits(logits)
+    threshold = _largest_threshold(ordered, lambda kept: jnp.where(kept, mass, 0.0).sum(-1) >= wanted)
+    # A row without top_p keeps everything, even tokens too unlikely to change a float32 sum: what its neighbours ask
+    # for must not change its text.
+    keep = (ordered >= threshold[..., None]) | (top_p == 0)[..., None]
+    return jnp.where(keep, logits, -jnp.inf)
+
+
+def _ordered_bits(x: Array) -> Array:
+    """uint32 with the order of the float32 `x`: a > b if and only if bits(a) > bits(b), and equal for 0 and -0."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _largest_threshold(ordered: Array, enough: Callable[[Array], Array]) -> Array:
+    """[B, W] uint32: the largest t for which `enough(ordered >= t)` holds; `enough` must hold for t = 0.
+
+    `enough` maps [B, W, V] bool to [B, W] bool and must be monotone: a set that contains enough is enough. Float
+    sums over the vocabulary are, since rounding is monotone and the order of addition is the same at every step.
+    """
+
+    def decide_bit(step: Array, threshold: Array) -> Array:
+        candidate = threshold | (jnp.uint32(1) << (31 - step).astype(jnp.uint32))
+        return jnp.where(enough(ordered >= candidate[..., None]), candidate, threshold)
+
+    return lax.fori_loop(0, 32, decide_bit, jnp.zeros(ordered.shape[:-1], jnp.uint32))
+
+
+# ------------------------------------------------------------------------------------------------- tokens
+
+
+def sample(processed: Array, noise: Array) -> Array:
+    """[B, W] int32 tokens: the argmax of processed logits plus noise (both [B, W, V] float32)."""
+    return jnp.argmax(processed + noise, axis=-1).astype(jnp.int32)
+
+
+def draft_sample(
+    draft_logits: Array,
+    d2t: Array,
+    params: SamplingState,
+    positions: Array,
+    *,
+    method: DraftSampleMethod,
+    vocab_size: int,
+    noise: Array | None = None,
+) -> tuple[Array, Array]:
+    """The drafter's guess of the token at each position, and the distribution that it was drawn from.
+
+    draft_logits [B, U], d2t [U] int32 (the target's id of each draft token), positions [B].
+    "coupled": the drafter's own distribution with the target's noise of that position, so that both choose the same
+    token wherever their distributions agree. "greedy": the drafter's argmax. "probabilistic": a draw with a key of
+    its own, for rejection sampling. noise [B, V]: what `gumbel_noise` gives for these positions (and for the purpose
+    that belongs to the method), if the caller has it already.
+    Returns (target ids [B] int32, q [B, U] float32 probabilities: one-hot for an argmax).
+    """
+    rows = positions[:, None]
+    logits = draft_logits[:, None, :]
+    if method == "greedy":
+        processed = _mask_stops(logits.astype(jnp.float32), params, rows, d2t)[:, 0]
+        chosen = jnp.argmax(processed, axis=-1)
+        return d2t[chosen], jax.nn.one_hot(chosen, processed.shape[-1], dtype=jnp.float32)
+    processed = process_logits(logits, params, rows, d2t)[:, 0]
+    if noise is None:
+        purpose = Purpose.TOKEN if method == "coupled" else Purpose.DRAFT
+        noise = gumbel_noise(params, rows, vocab_size, purpose)[:, 0]
+    chosen = jnp.argmax(processed + noise[:, d2t], axis=-1)
+    one_hot = jax.nn.one_hot(chosen, processed.shape[-1], dtype=jnp.float32)
+    q = jnp.where(params.sampled[:, None], jax.nn.softmax(processed, axis=-1), one_hot)
+    return d2t[chosen], q
