@@ -1,0 +1,121 @@
+"""From tensors of a checkpoint to arrays of a model: first a plan with every problem, then one array at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from eagle3_jax.checkpoint.layout import Index, Parameter, Piece, Rule, alternatives
+from eagle3_jax.checkpoint.safetensors_file import TensorInfo
+
+Found = tuple[Piece, TensorInfo]
+Host = np.ndarray[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where each parameter's pieces lie; `problems` is empty when the checkpoint is good."""
+
+    pieces: dict[Parameter, tuple[Found, ...]]
+    problems: tuple[str, ...]
+
+
+def make_plan(
+    parameters: Iterable[Parameter],
+    tensors: Mapping[str, TensorInfo],
+    rules: Sequence[Rule],
+    full_name: Callable[[str], str] = str,
+) -> Plan:
+    """Matches parameters with tensors, both ways.
+
+    `tensors` is keyed by the names that the rules speak of; `full_name` gives the checkpoint's own name of one that is
+    missing.
+    """
+    pieces: dict[Parameter, tuple[Found, ...]] = {}
+    problems: list[str] = []
+    used: set[str] = set()
+    for parameter in parameters:
+        chosen = _choose(alternatives(parameter.path, parameter.shape, rules), tensors)
+        present = [p for p in chosen if p.name in tensors]
+        used.update(p.name for p in present)
+        absent = [p for p in chosen if p.name not in tensors]
+        problems += [f"missing: {full_name(p.name)}, expected {list(p.stored_shape(parameter.shape))}" for p in absent]
+        problems += [fault for p in present if (fault := _fault(p, tensors[p.name], parameter))]
+        pieces[parameter] = tuple((p, tensors[p.name]) for p in present)
+    problems += [
+        f"unknown: {info.name} {list(info.shape)} in {info.file.name}"
+        for name, info in tensors.items()
+        if name not in used
+    ]
+    # A packed tensor is missed by each of its parameters: say it once.
+    return Plan(pieces, tuple(dict.fromkeys(problems)))
+
+
+def _choose(ways: list[list[Piece]], tensors: Mapping[str, TensorInfo]) -> list[Piece]:
+    """The way of storing of which most is there; the family's own when nothing is."""
+    return max(ways, key=lambda way: sum(p.name in tensors for p in way) / len(way))
+
+
+def _fault(piece: Piece, info: TensorInfo, parameter: Parameter) -> str:
+    where = f"{info.name} in {info.file.name}"
+    expected = piece.stored_shape(parameter.shape)
+    if info.shape != expected:
+        return f"wrong shape: {where}: expected {list(expected)}, found {list(info.shape)}"
+    if _kind(info.dtype) != _kind(parameter.dtype):
+        return f"wrong dtype: {where}: expected {_kind(parameter.dtype)} values, found {info.dtype}"
+    return ""
+
+
+def _kind(dtype: np.dtype[Any]) -> str:
+    if dtype == np.bool_:
+        return "boolean"
+    if np.issubdtype(dtype, np.integer):
+        return "integer"
+    return "quantised float" if dtype.itemsize == 1 else "float"
+
+
+def read_part(parameter: Parameter, found: Sequence[Found], index: Index) -> Host:
+    """The part `index` of a parameter in host memory, of its dtype, owning its memory."""
+    if len(found) == 1 and found[0][0].expert is None:
+        piece, info = found[0]
+        return np.array(piece.layout.take(info.read(), index), parameter.dtype, order="C")
+    bounds = [s.indices(n)[:2] for s, n in zip(index, parameter.shape, strict=True)]
+    out = np.empty([stop - start for start, stop in bounds], parameter.dtype)
+    for piece, info in found:
+        _copy_expert(out, piece, info, bounds)
+    return out
+
+
+def _copy_expert(out: Host, piece: Piece, info: TensorInfo, bounds: Sequence[tuple[int, int]]) -> None:
+    (first, last), depth, (left, right) = bounds
+    start, stop = max(left, piece.columns[0]), min(right, piece.columns[1])
+    if piece.expert is None or not first <= piece.expert < last or start >= stop:
+        return
+    part = (slice(*depth), slice(start - piece.columns[0], stop - piece.columns[0]))
+    out[piece.expert - first, :, start - left : stop - left] = piece.layout.take(info.read(), part)
+
+
+def to_device(parameter: Parameter, found: Sequence[Found], sharding: Sharding | None) -> jax.Array:
+    """Reads one parameter onto the device, or each device's part of it when sharded.
+
+    Waits for the transfer: otherwise the host copies of many parameters would wait for it together.
+    """
+    whole = tuple(slice(0, n) for n in parameter.shape)
+    if sharding is None:
+        array = jax.device_put(read_part(parameter, found, whole))
+    else:
+        array = jax.make_array_from_callback(
+            parameter.shape, sharding, lambda index: read_part(parameter, found, index)
+        )
+    return jax.block_until_ready(array)
+
+
+def fill(plan: Plan, place: Callable[[Parameter, tuple[Found, ...]], Any]) -> dict[str, Any]:
+    """The arrays of the plan by path, read in the order in which they lie in the files."""
+    order = sorted(plan.pieces.items(), key=lambda item: (str(item[1][0][1].file), item[1][0][1].offset))
+    return {parameter.path: place(parameter, found) for parameter, found in order}

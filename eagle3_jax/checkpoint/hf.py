@@ -1,0 +1,205 @@
+"""Targets from Hugging Face folders: which names mean which parameters, and loading."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from eagle3_jax.checkpoint.fill import fill, make_plan, to_device
+from eagle3_jax.checkpoint.layout import Parameter, rules_for
+from eagle3_jax.checkpoint.problems import CheckpointError
+from eagle3_jax.checkpoint.safetensors_file import TensorInfo
+from eagle3_jax.checkpoint.source import Source, open_source, read_json, resolve
+from eagle3_jax.checkpoint.stop_ids import stop_ids
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.errors import ConfigError
+from eagle3_jax.precision import parse_dtype
+from eagle3_jax.target import Target
+
+PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+SKIPPED = {  # parts of a checkpoint that a text decoder does not have
+    "vision": re.compile(r"(model\.)?visual\..+"),
+    "multi-token prediction": re.compile(r"(model\.)?mtp\..+"),
+    "rotary tables": re.compile(r".+\.rotary_emb\.inv_freq"),
+}
+TIED_HEAD = "lm_head.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedTarget:
+    """A target and what its folder says of it. `skipped` is one line on tensors left out; `notes` anything odd."""
+
+    model: Target
+    config: TargetConfig
+    folder: Path
+    stop_ids: tuple[int, ...]
+    generation_config: dict[str, Any]
+    skipped: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedTensors:
+    """The text decoder's tensors by name without prefix, the prefix itself, and what was left out, by kind."""
+
+    tensors: dict[str, TensorInfo]
+    prefix: str
+    left_out: dict[str, list[TensorInfo]]
+    problems: tuple[str, ...]
+
+    def full_name(self, name: str) -> str:
+        return name if name.startswith("lm_head.") else self.prefix + name
+
+    @property
+    def skipped(self) -> str:
+        """One line: what was left out, how much of it."""
+        parts = [
+            f"{len(infos)} {kind} tensors ({_common_name(infos)}, {sum(i.nbytes for i in infos) / 1e9:.2f} GB)"
+            for kind, infos in self.left_out.items()
+        ]
+        return "skipped " + " and ".join(parts) if parts else ""
+
+
+def _common_name(infos: list[TensorInfo]) -> str:
+    head = infos[0].name.split(".")
+    return ".".join(head[:2] if head[0] == "model" else head[:1]) + ".*"
+
+
+def name_tensors(source: Source, tied: bool) -> NamedTensors:
+    """Takes prefixes off and sorts out what is not part of the text decoder."""
+    tensors: dict[str, TensorInfo] = {}
+    left_out: dict[str, list[TensorInfo]] = collections.defaultdict(list)
+    prefixes: collections.Counter[str] = collections.Counter()
+    problems: list[str] = []
+    for info in source:
+        kind = next((kind for kind, pattern in SKIPPED.items() if pattern.fullmatch(info.name)), None)
+        prefix = next((p for p in PREFIXES if info.name.startswith(p)), "")
+        name = info.name.removeprefix(prefix)
+        if tied and name == TIED_HEAD:
+            problems += _untied(info, tensors.get("embed_tokens.weight") or _embedding(source))
+            kind = "tied output"
+        if kind is not None:
+            left_out[kind].append(info)
+            continue
+        prefixes[prefix] += 1
+        if name in tensors:
+            problems.append(f"{info.name} and {tensors[name].name} are the same parameter")
+        tensors.setdefault(name, info)
+    prefix = max((p for p in prefixes if p), key=lambda p: prefixes[p], default="")
+    return NamedTensors(tensors, prefix, dict(left_out), tuple(problems))
+
+
+def _embedding(source: Source) -> TensorInfo | None:
+    return next((info for info in source if info.name.endswith("embed_tokens.weight")), None)
+
+
+def _untied(head: TensorInfo, embedding: TensorInfo | None, rows: int = 4096) -> list[str]:
+    """A stored output layer is left out only when it is the embedding, as the config claims."""
+    if embedding is None or head.shape == embedding.shape and _equal(head, embedding, rows):
+        return []
+    remedy = "set tie_word_embeddings to false in config.json, or config_overrides={'tie_word_embeddings': False}"
+    return [f"{head.name} differs from {embedding.name} though config.json ties them; {remedy}"]
+
+
+def _equal(a: TensorInfo, b: TensorInfo, rows: int) -> bool:
+    starts = range(0, a.shape[0], rows)
+    return all(np.array_equal(a.read()[i : i + rows], b.read()[i : i + rows]) for i in starts)
+
+
+def load_target(
+    path_or_id: str | Path,
+    *,
+    dtype: Any = "auto",
+    revision: str | None = None,
+    mesh: Mesh | None = None,
+    config_overrides: Mapping[str, Any] | None = None,
+) -> LoadedTarget:
+    """Loads a target's text decoder, tensor by tensor, onto the device or onto the devices of `mesh`.
+
+    Args:
+      path_or_id: a folder as Hugging Face writes it, or a hub id.
+      dtype: "auto" takes the checkpoint's (float16 becomes bfloat16), else float32 or bfloat16. Parameters that the
+        model keeps in float32 stay so.
+      config_overrides: fields of `TargetConfig` to be replaced.
+
+    Raises:
+      CheckpointError: with every problem of the folder.
+      ConfigError: the config is not one of a supported family.
+    """
+    folder = resolve(path_or_id, revision)
+    raw = read_json(folder, "config.json", required=True)
+    config = read_config(raw, folder, config_overrides)
+    source = open_source(folder)
+    kind = resolve_dtype(dtype, raw, source)
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: Target(config, dtype=kind, rngs=nnx.Rngs(0))))
+    named = name_tensors(source, config.tie_word_embeddings)
+    plan = make_plan(parameters_of(abstract), named.tensors, rules_for(config), named.full_name)
+    if problems := (*named.problems, *plan.problems):
+        raise CheckpointError(folder, problems)
+    arrays = fill(plan, lambda parameter, found: to_device(parameter, found, _sharding(parameter, mesh)))
+    stops, notes = stop_ids(folder)
+    return LoadedTarget(
+        nnx.merge(graph, with_arrays(abstract, arrays)), config, folder, stops,
+        read_json(folder, "generation_config.json"), named.skipped, tuple(notes),
+    )  # fmt: skip
+
+
+def read_config(raw: Mapping[str, Any], folder: Path, overrides: Mapping[str, Any] | None = None) -> TargetConfig:
+    """The target's config with `overrides`; refuses quantised checkpoints, whose tensors mean something else."""
+    where = str(folder / "config.json")
+    text = raw.get("text_config") or {}
+    if quantised := raw.get("quantization_config") or text.get("quantization_config"):
+        method = quantised.get("quant_method", "unknown method")
+        raise ConfigError(f"{where}: a quantised checkpoint ({method}) is not supported; use the bfloat16 one")
+    config = TargetConfig.from_hf(raw, where=where)
+    fields = {field.name for field in dataclasses.fields(config)}
+    if unknown := sorted(set(overrides or ()) - fields):
+        raise ConfigError(
+            f"config_overrides {', '.join(unknown)}: not fields of TargetConfig: {', '.join(sorted(fields))}"
+        )
+    return dataclasses.replace(config, **(overrides or {}))
+
+
+def resolve_dtype(dtype: Any, raw: Mapping[str, Any], source: Source) -> Any:
+    """The dtype asked for; "auto" is the config's, or the embedding's when the config has none."""
+    if dtype != "auto":
+        return parse_dtype(dtype)
+    text = raw.get("text_config") or {}
+    named = next((t[k] for t in (raw, text) for k in ("dtype", "torch_dtype") if isinstance(t.get(k), str)), None)
+    if named is None:
+        embedding = _embedding(source)
+        named = embedding.dtype.name if embedding is not None else "bfloat16"
+    named = named.removeprefix("torch.")
+    return parse_dtype({"float16": "bfloat16", "float64": "float32"}.get(named, named))
+
+
+def parameters_of(abstract: nnx.State, kind: type[nnx.Variable[Any]] = nnx.Param) -> list[Parameter]:
+    """Every parameter of an abstract model."""
+    return [
+        Parameter(".".join(map(str, path)), tuple(variable.shape), np.dtype(variable.dtype))
+        for path, variable in nnx.to_flat_state(abstract)
+        if isinstance(variable, kind)
+    ]
+
+
+def with_arrays(abstract: nnx.State, arrays: Mapping[str, jax.Array]) -> nnx.State:
+    """The state with its variables' arrays in place of shapes, by dotted path."""
+    flat: Iterable[tuple[tuple[Any, ...], Any]] = nnx.to_flat_state(abstract)
+    return nnx.from_flat_state([(path, variable.replace(arrays[".".join(map(str, path))])) for path, variable in flat])
+
+
+def _sharding(parameter: Parameter, mesh: Mesh | None) -> Any:
+    if mesh is None:
+        return None
+    from eagle3_jax.sharding import param_sharding
+
+    return param_sharding(tuple(parameter.path.split(".")), parameter.shape, mesh)
