@@ -192,14 +192,16 @@ def _delta_fields(text: Mapping[str, Any], family: str) -> dict[str, int]:
 
 
 def _mixture_fields(text: Mapping[str, Any], family: str, num_layers: int) -> dict[str, Any]:
-    if family not in _MIXTURE or not text.get("num_experts"):
+    # transformers 5 writes Qwen3-MoE's count under the name that its other mixtures use.
+    text = {**text, "num_experts": text.get("num_experts") or text.get("num_local_experts")}
+    if family not in _MIXTURE or not text["num_experts"]:
         return {}
     step, dense = text.get("decoder_sparse_step") or 1, set(text.get("mlp_only_layers") or ())
     keys = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
     return {
         **{key: _reader(text, "config.json")(key) for key in keys},
         "shared_expert_intermediate_size": (text.get("shared_expert_intermediate_size") or 0) if family != "qwen3_moe" else 0,
-        "norm_topk_prob": True if family == "qwen3_5_moe" else bool(text.get("norm_topk_prob", True)),
+        "norm_topk_prob": True if family == "qwen3_5_moe" else bool(text.get("norm_topk_prob", family != "qwen3_moe")),
         "moe_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
     }
 
