@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 
-class UserError(Exception):
-    """Bad input. The command line prints the message without a traceback and exits with 2."""
+class UserError(ValueError):
+    """Bad input. The command line prints the message without a traceback and exits with 2.
+
+    A `ValueError`, so that users of the Python API need not know this class. Never for a state that only a defect of
+    this library can reach.
+    """
 
 
-class ConfigError(UserError, ValueError):
+class ConfigError(UserError):
     """A config.json, or a choice made beside it, that this library cannot honour."""
