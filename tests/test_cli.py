@@ -132,3 +132,11 @@ def test_public_names_come_from_infer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"LLM", "SamplingParams"} <= set(dir(eagle3_jax))
     with pytest.raises(AttributeError, match="'Missing'"):
         _ = eagle3_jax.Missing
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_command_describes_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as status:
+        cli.main([name, "--help"])
+    assert status.value.code == 0
+    assert cli.COMMANDS[name].help in " ".join(capsys.readouterr().out.split())
