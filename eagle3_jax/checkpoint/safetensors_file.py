@@ -173,4 +173,4 @@ def write_file(file: Path, tensors: Mapping[str, Outgoing]) -> None:
             array = np.ascontiguousarray(tensor.make())
             if array.shape != tensor.shape or array.dtype != tensor.dtype:
                 raise ValueError(f"{name}: announced {tensor.dtype} {tensor.shape}, got {array.dtype} {array.shape}")
-            stream.write(array.data if array.dtype.kind != "V" else array.view(np.uint8).data)
+            stream.write(array.reshape(-1).view(np.uint8).data)
