@@ -28,7 +28,7 @@ from jax import Array
 from transformers import PreTrainedTokenizerFast
 
 from eagle3_jax.checkpoint import save_target
-from eagle3_jax.config import TargetConfig
+from eagle3_jax.config import DELTA, TargetConfig
 from eagle3_jax.precision import cast_for_compute
 from eagle3_jax.target import Target
 
@@ -81,6 +81,25 @@ def validation_windows(folder: Path, length: int) -> Array:
     tokens = np.load(folder / "validation.npy")
     count = (len(tokens) - 1) // length
     return jnp.asarray(np.stack([tokens[i * length : (i + 1) * length + 1] for i in range(count)]), jnp.int32)
+
+
+def new_model(config: TargetConfig, seed: int) -> Target:
+    """Random weights, float32, fit for training: layers start as no-ops, delta-rule states with long memories.
+
+    `Target` itself starts as transformers does (dt_bias 1), where most heads forget everything at each token. The
+    step sizes here are those of Mamba and flash-linear-attention, log-uniform from 0.001 to 0.1.
+    """
+    model = Target(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    keys = jax.random.split(jax.random.key(seed + 1), config.num_layers)
+    for layer, kind, key in zip(model.layers, config.layer_types, keys, strict=True):
+        writes = layer.linear_attn.out_proj if kind == DELTA else layer.self_attn.o_proj
+        for linear in (writes, layer.mlp.down_proj):
+            linear.kernel[...] = jnp.zeros_like(linear.kernel[...])
+        if kind == DELTA:
+            heads = (config.linear_num_value_heads,)
+            size = jnp.exp(jax.random.uniform(key, heads, minval=jnp.log(0.001), maxval=jnp.log(0.1)))
+            layer.linear_attn.dt_bias[...] = size + jnp.log(-jnp.expm1(-size))  # the inverse of softplus
+    return model
 
 
 def mean_loss(graph: Any, params: Any, windows: Array) -> Array:
@@ -208,7 +227,7 @@ def show_answers(model: Target, data: Path, count: int = 4, num_tokens: int = 16
 def write_folder(graph: Any, params: Any, data: Path, out: Path) -> None:
     """Weights in bfloat16, config, stop ids and tokenizer."""
     config = json.loads((HERE / "config.json").read_text())
-    save_target(out, nnx.merge(graph, cast_for_compute(params, jnp.bfloat16)), config)
+    save_target(nnx.merge(graph, cast_for_compute(params, jnp.bfloat16)), out, config)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(data / "tokenizer" / name, out)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
@@ -240,7 +259,7 @@ def main() -> None:
     hyper = Hyper(args.steps, args.minutes, args.batch, args.length, args.learning_rate, args.weight_decay)
 
     config = TargetConfig.from_hf(json.loads((HERE / "config.json").read_text()))
-    graph, params = nnx.split(Target(config, dtype=jnp.float32, rngs=nnx.Rngs(hyper.seed)))
+    graph, params = nnx.split(new_model(config, hyper.seed))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(f"{parameters:,} parameters", flush=True)
 
