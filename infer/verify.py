@@ -59,13 +59,14 @@ def verify_standard(
 
 
 def verify_synthetic(
-    samples: Array, drafts: Array, rates: Array, params: SamplingState, positions: Array
+    samples: Array, drafts: Array, params: SamplingState, positions: Array, acceptance_length: float
 ) -> tuple[Array, Array]:
-    """Accept draft i, if all before it were, with probability rates[i]: (tokens [B, W] int32, accepted [B] int32).
+    """Accept drafts at the rate that gives `acceptance_length`: (tokens [B, W] int32, accepted [B] int32).
 
-    Drafts [B, K] are not looked at (but -1 is rejected); after the last accepted one comes the target's sample
-    [B, W]. rates [K] from `synthetic_rates`.
+    What the drafts [B, K] are plays no part (but -1 is rejected); after the last accepted one comes the target's
+    sample [B, W]. For the rates, and the lengths that are possible, see `synthetic_rates`.
     """
+    rates = jnp.array(synthetic_rates(acceptance_length, drafts.shape[1]), jnp.float32)
     passed = uniform_open(params, positions[:, :-1]) < rates[None, :]
     accepted = _leading(passed & (drafts >= 0))
     final = jnp.take_along_axis(samples, accepted[:, None], 1)[:, 0]

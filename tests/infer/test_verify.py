@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
 
 standard = jax.jit(verify_standard)
-synthetic = jax.jit(verify_synthetic)
+synthetic = jax.jit(verify_synthetic, static_argnums=4)
 
 
 def drafter_logits(d2t: jax.Array, noise: float = 1.0) -> jax.Array:
@@ -224,7 +224,7 @@ def test_synthetic_yields_the_length_asked_for(length: float) -> None:
     samples = jnp.full((4000, 4), 7)
     drafts = jnp.full((4000, 3), 3)
     positions = jnp.zeros((4000, 4), jnp.int32) + jnp.arange(4)[None, :]
-    tokens, accepted = synthetic(samples, drafts, jnp.array(synthetic_rates(length, 3)), state, positions)
+    tokens, accepted = synthetic(samples, drafts, state, positions, length)
     assert abs(float(accepted.mean()) + 1 - length) < 0.04
     row = int(accepted[0])
     assert tokens[0, : row + 1].tolist() == [3] * row + [7]
