@@ -66,6 +66,7 @@ class Cache(_Replace):
 
     def reset(self, slots: Array) -> Cache:
         """Empties the slots where `slots` [B] is True. Keys and values need no clearing."""
+
         def clear(layer: KVPages | DeltaState) -> KVPages | DeltaState:
             if isinstance(layer, KVPages):
                 return layer
@@ -87,6 +88,7 @@ def target_cache(
     config: TargetConfig, slots: int, max_length: int, window: int, *, dtype: DTypeLike, page_size: int = 64
 ) -> Cache:
     """An empty cache for `slots` sequences of up to `max_length` tokens, verified `window` tokens at a time."""
+
     def layer(kind: str) -> KVPages | DeltaState:
         if kind == DELTA:
             return _delta_state(config, slots, window, dtype)
@@ -97,7 +99,10 @@ def target_cache(
 
 def draft_cache(config: DraftConfig, slots: int, max_length: int, *, dtype: DTypeLike, page_size: int = 64) -> Cache:
     """An empty cache for the layers of an EAGLE-3 head; `pending` stays 0, since it has no recurrent state."""
-    pages = [_pages(slots, max_length, page_size, config.num_kv_heads, config.head_dim, dtype) for _ in range(config.num_layers)]
+    pages = [
+        _pages(slots, max_length, page_size, config.num_kv_heads, config.head_dim, dtype)
+        for _ in range(config.num_layers)
+    ]
     return _empty(tuple(pages), slots, max_length, page_size)
 
 

@@ -59,7 +59,11 @@ class RopeConfig:
         numbers = {k: float(v) for k, v in rope.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         if kind in ("llama3", "yarn"):
             numbers.setdefault("original_max_position_embeddings", float(config.get("max_position_embeddings", 0)))
-        required = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+        required = {
+            "linear": ("factor",),
+            "yarn": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        }
         if absent := [k for k in required.get(kind, ()) if k not in numbers]:
             raise ConfigError(f"{where}: rope type {kind!r} needs {', '.join(absent)} in rope_parameters")
         drop = ("rope_theta", "partial_rotary_factor")
@@ -104,15 +108,32 @@ class TargetConfig:
 
     def __post_init__(self) -> None:
         problems = [
-            (len(self.layer_types) != self.num_layers, f"{len(self.layer_types)} layer_types for {self.num_layers} layers"),
-            (bool(set(self.layer_types) - {FULL, DELTA}), f"layer_types other than {FULL}, {DELTA}: {set(self.layer_types) - {FULL, DELTA}}"),
-            (self.num_heads % self.num_kv_heads != 0, f"{self.num_heads} heads are not a multiple of {self.num_kv_heads} key/value heads"),
+            (
+                len(self.layer_types) != self.num_layers,
+                f"{len(self.layer_types)} layer_types for {self.num_layers} layers",
+            ),
+            (
+                bool(set(self.layer_types) - {FULL, DELTA}),
+                f"layer_types other than {FULL}, {DELTA}: {set(self.layer_types) - {FULL, DELTA}}",
+            ),
+            (
+                self.num_heads % self.num_kv_heads != 0,
+                f"{self.num_heads} heads are not a multiple of {self.num_kv_heads} key/value heads",
+            ),
             (self.rope.rotary_dim % 2 != 0, f"rotary dimension {self.rope.rotary_dim} is odd"),
-            (DELTA in self.layer_types and not self.linear_num_key_heads, "delta-rule layers without linear_num_key_heads"),
-            (bool(self.linear_num_key_heads) and self.linear_num_value_heads % max(self.linear_num_key_heads, 1) != 0,
-             f"{self.linear_num_value_heads} linear value heads are not a multiple of {self.linear_num_key_heads} key heads"),
-            (any(self.moe_layers) and not 0 < self.num_experts_per_tok <= self.num_experts,
-             f"num_experts_per_tok {self.num_experts_per_tok} with {self.num_experts} experts"),
+            (
+                DELTA in self.layer_types and not self.linear_num_key_heads,
+                "delta-rule layers without linear_num_key_heads",
+            ),
+            (
+                bool(self.linear_num_key_heads)
+                and self.linear_num_value_heads % max(self.linear_num_key_heads, 1) != 0,
+                f"{self.linear_num_value_heads} linear value heads for {self.linear_num_key_heads} key heads: not a multiple",
+            ),
+            (
+                any(self.moe_layers) and not 0 < self.num_experts_per_tok <= self.num_experts,
+                f"num_experts_per_tok {self.num_experts_per_tok} with {self.num_experts} experts",
+            ),
         ]
         if found := [text for bad, text in problems if bad]:
             raise ConfigError(f"{self.model_type} config: " + "; ".join(found))
@@ -140,21 +161,36 @@ class TargetConfig:
         text = {**config, **(config.get("text_config") or {})}
         family = _ALIASES.get(str(text.get("model_type")), str(text.get("model_type")))
         if family not in FAMILIES:
-            raise ConfigError(f"{where}: model_type {text.get('model_type')!r} is not supported; known are {', '.join(FAMILIES)}")
+            raise ConfigError(
+                f"{where}: model_type {text.get('model_type')!r} is not supported; known are {', '.join(FAMILIES)}"
+            )
         _refuse_unsupported(text, where)
         need = _reader(text, where)
         hidden, layers, heads = need("hidden_size"), need("num_hidden_layers"), need("num_attention_heads")
         head_dim = text.get("head_dim") or hidden // heads
-        flags = {"attention_bias": bool(text.get("attention_bias", False)),
-                 "attention_out_bias": bool(text.get("attention_bias", False)), **FAMILIES[family]}
+        flags = {
+            "attention_bias": bool(text.get("attention_bias", False)),
+            "attention_out_bias": bool(text.get("attention_bias", False)),
+            **FAMILIES[family],
+        }
         return cls(
-            model_type=family, vocab_size=need("vocab_size"), hidden_size=hidden,
-            intermediate_size=text.get("intermediate_size") or 0, num_layers=layers, num_heads=heads,
-            num_kv_heads=text.get("num_key_value_heads") or heads, head_dim=head_dim,
-            layer_types=_layer_types(text, family, layers), rope=RopeConfig.from_hf(text, head_dim, where=where),
-            rms_norm_eps=text.get("rms_norm_eps", 1e-6), max_position_embeddings=need("max_position_embeddings"),
+            model_type=family,
+            vocab_size=need("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=text.get("intermediate_size") or 0,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=text.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            layer_types=_layer_types(text, family, layers),
+            rope=RopeConfig.from_hf(text, head_dim, where=where),
+            rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+            max_position_embeddings=need("max_position_embeddings"),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-            mlp_bias=bool(text.get("mlp_bias", False)), **flags, **_delta_fields(text, family), **_mixture_fields(text, family, layers),
+            mlp_bias=bool(text.get("mlp_bias", False)),
+            **flags,
+            **_delta_fields(text, family),
+            **_mixture_fields(text, family, layers),
         )
 
 
@@ -171,7 +207,9 @@ def _refuse_unsupported(text: Mapping[str, Any], where: str) -> None:
     if text.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ConfigError(f"{where}: hidden_act {text['hidden_act']!r} is not supported, only silu")
     if text.get("use_sliding_window"):
-        raise ConfigError(f"{where}: use_sliding_window is not supported; set it to false if every prompt fits the window")
+        raise ConfigError(
+            f"{where}: use_sliding_window is not supported; set it to false if every prompt fits the window"
+        )
 
 
 def _layer_types(text: Mapping[str, Any], family: str, num_layers: int) -> tuple[str, ...]:
@@ -186,8 +224,13 @@ def _layer_types(text: Mapping[str, Any], family: str, num_layers: int) -> tuple
 def _delta_fields(text: Mapping[str, Any], family: str) -> dict[str, int]:
     if family not in _HYBRID:
         return {}
-    defaults = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-                "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+    defaults = {
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    }
     return {key: int(text.get(key) or value) for key, value in defaults.items()}
 
 
@@ -200,7 +243,9 @@ def _mixture_fields(text: Mapping[str, Any], family: str, num_layers: int) -> di
     keys = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
     return {
         **{key: _reader(text, "config.json")(key) for key in keys},
-        "shared_expert_intermediate_size": (text.get("shared_expert_intermediate_size") or 0) if family != "qwen3_moe" else 0,
+        "shared_expert_intermediate_size": (text.get("shared_expert_intermediate_size") or 0)
+        if family != "qwen3_moe"
+        else 0,
         "norm_topk_prob": True if family == "qwen3_5_moe" else bool(text.get("norm_topk_prob", family != "qwen3_moe")),
         "moe_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
     }
@@ -241,8 +286,14 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         problems = [
-            (self.num_heads % self.num_kv_heads != 0, f"{self.num_heads} heads are not a multiple of {self.num_kv_heads} key/value heads"),
-            (not 0 < self.draft_vocab_size <= self.vocab_size, f"draft vocabulary {self.draft_vocab_size} of {self.vocab_size} tokens"),
+            (
+                self.num_heads % self.num_kv_heads != 0,
+                f"{self.num_heads} heads are not a multiple of {self.num_kv_heads} key/value heads",
+            ),
+            (
+                not 0 < self.draft_vocab_size <= self.vocab_size,
+                f"draft vocabulary {self.draft_vocab_size} of {self.vocab_size} tokens",
+            ),
             (self.norm_before_fc and self.fc_norm, "norm_before_fc and fc_norm exclude each other"),
             (not self.aux_layers, "no aux layers"),
             (self.num_layers < 1, f"{self.num_layers} layers"),
@@ -260,8 +311,8 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     """
     if num_layers < 7:
         raise ConfigError(
-            f"a target of {num_layers} layers is too small for the default aux boundaries (2, L//2, L-3), which need 7; "
-            f"name them yourself, for example aux_layers=({max(num_layers // 3, 0)}, {num_layers // 3 * 2}, {num_layers})"
+            f"a target of {num_layers} layers is too small for the default aux boundaries (2, L//2, L-3), which need 7 "
+            f"layers; name them yourself, for example aux_layers=(0, {num_layers // 2}, {num_layers})"
         )
     return (2, num_layers // 2, num_layers - 3)
 
@@ -272,7 +323,9 @@ def check_aux_layers(ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
     if any(isinstance(b, bool) or not isinstance(b, int) for b in ids):
         raise ConfigError(f"aux layers {ids} must be integers")
     if outside := [b for b in ids if not 0 <= b <= num_layers]:
-        raise ConfigError(f"aux layers {outside} are outside the boundaries 0..{num_layers} of a {num_layers}-layer target")
+        raise ConfigError(
+            f"aux layers {outside} are outside the boundaries 0..{num_layers} of a {num_layers}-layer target"
+        )
     if list(ids) != sorted(set(ids)):
         raise ConfigError(f"aux layers {ids} must be unique and in ascending order")
     return ids

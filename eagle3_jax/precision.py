@@ -25,7 +25,7 @@ def parse_dtype(name: DTypeLike | str) -> Any:
 
 
 def matmul_precision(dtype: DTypeLike) -> contextlib.AbstractContextManager[Any]:
-    """A context to trace under: float32 means HIGHEST in every product (the default is TF32 on an H200, bf16 on a TPU)."""
+    """A context to trace under: float32 means HIGHEST in every product (the default: TF32 on an H200, bf16 on a TPU)."""
     if jnp.dtype(dtype) == jnp.float32:
         return jax.default_matmul_precision("highest")
     return contextlib.nullcontext()
@@ -33,6 +33,7 @@ def matmul_precision(dtype: DTypeLike) -> contextlib.AbstractContextManager[Any]
 
 def cast_for_compute(state: Any, dtype: DTypeLike) -> Any:
     """Floating parameters of an nnx state in `dtype`, but for those that stay float32 whatever the model's dtype."""
+
     def cast(path: tuple[Any, ...], value: Any) -> Any:
         names = {str(getattr(k, "key", getattr(k, "name", k))) for k in path}
         keep = names & set(ALWAYS_FLOAT32) or not jnp.issubdtype(value.dtype, jnp.floating)

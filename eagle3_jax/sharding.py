@@ -17,7 +17,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from eagle3_jax.errors import ConfigError
 
 MESH_AXES: dict[str, str | None] = {
-    "batch": "data", "embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor", "expert": "expert",
+    "batch": "data",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+    "expert": "expert",
     "replicated": None,
 }
 
@@ -36,7 +41,9 @@ _PARAMETERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def make_mesh(*, data: int = 1, fsdp: int = 1, expert: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    *, data: int = 1, fsdp: int = 1, expert: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
     """A mesh of axes data, fsdp, expert, tensor over the first devices.
 
     Raises:
@@ -65,6 +72,7 @@ def param_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) -> Nam
 
 def axes_sharding(axes: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     """A sharding by logical axes; those whose size the mesh axis does not divide are replicated."""
+
     def place(axis: str, size: int) -> str | None:
         name = MESH_AXES[axis]
         return name if name is not None and size % mesh.shape[name] == 0 else None

@@ -56,9 +56,17 @@ class DecoderLayer(nnx.Module):
 
 def _attention_shape(c: TargetConfig) -> AttentionShape:
     return AttentionShape(
-        d_in=c.hidden_size, d_out=c.hidden_size, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim, norm_eps=c.rms_norm_eps, qk_norm=c.qk_norm, zero_centered_norm=c.zero_centered_norm,
-        output_gate=c.attn_output_gate, bias=c.attention_bias, out_bias=c.attention_out_bias,
+        d_in=c.hidden_size,
+        d_out=c.hidden_size,
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        norm_eps=c.rms_norm_eps,
+        qk_norm=c.qk_norm,
+        zero_centered_norm=c.zero_centered_norm,
+        output_gate=c.attn_output_gate,
+        bias=c.attention_bias,
+        out_bias=c.attention_out_bias,
     )
 
 
@@ -66,12 +74,14 @@ Mixer = Callable[[int, DecoderLayer, Array], Array]
 
 
 class Target(nnx.Module):
-    """The model that is right. Parameter paths follow Hugging Face names without `model.`; linears are `kernel` [in, out]."""
+    """The model that is right. Parameter paths are Hugging Face names without `model.`; linears are `kernel` [in, out]."""
 
     def __init__(self, config: TargetConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs) -> None:
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, zero_centered=config.zero_centered_norm, dtype=dtype)
+        self.norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, zero_centered=config.zero_centered_norm, dtype=dtype
+        )
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
         self.config = config
@@ -119,11 +129,17 @@ class Target(nnx.Module):
         mask = attention_mask.astype(bool)
         front = jnp.argsort(~mask, axis=1, stable=True)
         back = jnp.argsort(front, axis=1)
-        moved = None if positions is None else jnp.take_along_axis(positions, front.reshape((1,) * (positions.ndim - 2) + front.shape), axis=-1)
+        moved = (
+            None
+            if positions is None
+            else jnp.take_along_axis(positions, front.reshape((1,) * (positions.ndim - 2) + front.shape), axis=-1)
+        )
         out = self._uncached(_take(x, front), moved, jnp.sum(mask, axis=1), aux_layers)
         return jax.tree.map(lambda y: _take(y, back), out)
 
-    def _uncached(self, x: Array, positions: Array | None, num_valid: Array | None, aux_layers: Sequence[int]) -> TargetOutput:
+    def _uncached(
+        self, x: Array, positions: Array | None, num_valid: Array | None, aux_layers: Sequence[int]
+    ) -> TargetOutput:
         tokens = jnp.arange(x.shape[1])[None]
         valid = None if num_valid is None else tokens < num_valid[:, None]
         cos_sin = rotation(jnp.broadcast_to(tokens, x.shape[:2]) if positions is None else positions, self.config.rope)
@@ -147,7 +163,9 @@ class Target(nnx.Module):
             return layer.prefill(h, valid, num_valid, cache.pending, past)
 
         out, layers = self._cached(x, valid, cache, delta, aux_layers)
-        return out, cache.replace(layers=layers, lengths=cache.lengths + num_valid, pending=jnp.zeros_like(cache.pending))
+        return out, cache.replace(
+            layers=layers, lengths=cache.lengths + num_valid, pending=jnp.zeros_like(cache.pending)
+        )
 
     def window(self, token_ids: Array, cache: Cache, *, aux_layers: Sequence[int] = ()) -> tuple[TargetOutput, Cache]:
         """Tokens [B,W] to verify, W as the cache was made for. Nothing counts until `cache.commit(accepted)`."""

@@ -38,9 +38,15 @@ class DraftLayer(nnx.Module):
         if first:
             self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=dtype)
         shape = AttentionShape(
-            d_in=c.hidden_size * (2 if first else 1), d_out=c.hidden_size, num_heads=c.num_heads,
-            num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, norm_eps=c.rms_norm_eps, qk_norm=c.qk_norm,
-            bias=c.attention_bias, out_bias=c.attention_bias,
+            d_in=c.hidden_size * (2 if first else 1),
+            d_out=c.hidden_size,
+            num_heads=c.num_heads,
+            num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            norm_eps=c.rms_norm_eps,
+            qk_norm=c.qk_norm,
+            bias=c.attention_bias,
+            out_bias=c.attention_bias,
         )
         self.self_attn = Attention(shape, dtype=dtype, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=dtype)

@@ -63,7 +63,9 @@ class GatedDeltaNet(nnx.Module):
         out, _ = gated_delta.chunked(*mixed, self._zero_state(x.shape[0]))
         return self._finish(x, out)
 
-    def prefill(self, x: Array, valid: Array, num_valid: Array, pending: Array, past: DeltaState) -> tuple[Array, DeltaState]:
+    def prefill(
+        self, x: Array, valid: Array, num_valid: Array, pending: Array, past: DeltaState
+    ) -> tuple[Array, DeltaState]:
         """A chunk of prompt: commits what was pending, then the chunk's first `num_valid` [B] tokens."""
         history, mixed, state = self._begin(x, valid, pending, past)
         out, state = gated_delta.chunked(*mixed, state)

@@ -39,7 +39,11 @@ class MoE(nnx.Module):
         shared = config.shared_expert_intermediate_size
         self.shared_expert = MLP(config.hidden_size, shared, dtype=dtype, rngs=rngs) if shared else None
         self.shared_expert_gate = Linear(config.hidden_size, 1, dtype=dtype, rngs=rngs) if shared else None
-        self.top_k, self.num_experts, self.norm_topk = config.num_experts_per_tok, config.num_experts, config.norm_topk_prob
+        self.top_k, self.num_experts, self.norm_topk = (
+            config.num_experts_per_tok,
+            config.num_experts,
+            config.norm_topk_prob,
+        )
 
     def __call__(self, x: Array) -> Array:
         flat = x.reshape(-1, x.shape[-1])

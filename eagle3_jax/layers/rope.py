@@ -26,7 +26,11 @@ def frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
 
 def _llama3(base: np.ndarray, params: dict[str, float]) -> np.ndarray:
     """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
-    low, high, context = params["low_freq_factor"], params["high_freq_factor"], params["original_max_position_embeddings"]
+    low, high, context = (
+        params["low_freq_factor"],
+        params["high_freq_factor"],
+        params["original_max_position_embeddings"],
+    )
     wavelength = 2 * math.pi / base
     smooth = np.clip((context / wavelength - low) / (high - low), 0.0, 1.0)
     return (1 - smooth) * base / params["factor"] + smooth * base

@@ -1,4 +1,7 @@
-"""Plain jnp forms of attention. Letters: B batch, T queries, S keys, K key/value heads, R queries a key head, H width."""
+"""Plain jnp forms of attention.
+
+Letters: B batch, T queries, S keys, K key/value heads, R query heads of one key head, H width.
+"""
 
 from __future__ import annotations
 

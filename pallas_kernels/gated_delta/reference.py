@@ -65,9 +65,7 @@ def chunked(
     return out[:, :tokens], grouped.reshape(state.shape)
 
 
-def window(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array
-) -> tuple[Array, Array, Array]:
+def window(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> tuple[Array, Array, Array]:
     """Verifies a window from the committed state, which it only reads.
 
     Returns outputs [B,C,K*R,P], the updates u [B,C,K*R,P] and the running log decay G [B,C,K*R]: with the keys, all
@@ -92,7 +90,10 @@ def fold(state: Array, k: Array, updates: Array, total: Array, count: Array) -> 
     decay = jnp.exp(jnp.where(kept, last - total, -jnp.inf))
     grouped = (*k.shape[:3], -1)
     added = _einsum(
-        "BCKM,BCKR,BCKRP->BKRMP", k.astype(jnp.float32), decay.reshape(grouped), updates.reshape(*grouped, updates.shape[-1])
+        "BCKM,BCKR,BCKRP->BKRMP",
+        k.astype(jnp.float32),
+        decay.reshape(grouped),
+        updates.reshape(*grouped, updates.shape[-1]),
     )
     scaled = _group_state(state, key_heads) * jnp.exp(last[:, 0]).reshape(k.shape[0], key_heads, -1)[..., None, None]
     return (scaled + added).reshape(state.shape)
