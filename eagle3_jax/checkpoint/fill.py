@@ -110,7 +110,7 @@ def to_device(parameter: Parameter, found: Sequence[Found], sharding: Sharding |
         array = jax.device_put(read_part(parameter, found, whole))
     else:
         array = jax.make_array_from_callback(
-            parameter.shape, sharding, lambda index: read_part(parameter, found, index)
+            parameter.shape, sharding, lambda index: read_part(parameter, found, index or ())
         )
     return jax.block_until_ready(array)
 

@@ -23,6 +23,7 @@ from eagle3_jax.checkpoint.stop_ids import stop_ids
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.errors import ConfigError
 from eagle3_jax.precision import parse_dtype
+from eagle3_jax.sharding import param_sharding
 from eagle3_jax.target import Target
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
@@ -145,7 +146,7 @@ def load_target(
     plan = make_plan(parameters_of(abstract), named.tensors, rules_for(config), named.full_name)
     if problems := (*named.problems, *plan.problems):
         raise CheckpointError(folder, problems)
-    arrays = fill(plan, lambda parameter, found: to_device(parameter, found, _sharding(parameter, mesh)))
+    arrays = fill(plan, lambda parameter, found: to_device(parameter, found, sharding_of(parameter, mesh)))
     stops, notes = stop_ids(folder)
     return LoadedTarget(
         nnx.merge(graph, with_arrays(abstract, arrays)), config, folder, stops,
@@ -197,9 +198,8 @@ def with_arrays(abstract: nnx.State, arrays: Mapping[str, jax.Array]) -> nnx.Sta
     return nnx.from_flat_state([(path, variable.replace(arrays[".".join(map(str, path))])) for path, variable in flat])
 
 
-def _sharding(parameter: Parameter, mesh: Mesh | None) -> Any:
+def sharding_of(parameter: Parameter, mesh: Mesh | None) -> Any:
+    """Where a parameter goes on `mesh`; None without one."""
     if mesh is None:
         return None
-    from eagle3_jax.sharding import param_sharding
-
     return param_sharding(tuple(parameter.path.split(".")), parameter.shape, mesh)
