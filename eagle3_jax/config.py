@@ -128,7 +128,7 @@ class TargetConfig:
             (
                 bool(self.linear_num_key_heads)
                 and self.linear_num_value_heads % max(self.linear_num_key_heads, 1) != 0,
-                f"{self.linear_num_value_heads} linear value heads for {self.linear_num_key_heads} key heads: not a multiple",
+                f"{self.linear_num_value_heads} linear value heads, no multiple of {self.linear_num_key_heads} key heads",
             ),
             (
                 any(self.moe_layers) and not 0 < self.num_experts_per_tok <= self.num_experts,
@@ -221,7 +221,7 @@ def _layer_types(text: Mapping[str, Any], family: str, num_layers: int) -> tuple
     return tuple(FULL if (i + 1) % interval == 0 else DELTA for i in range(num_layers))
 
 
-def _delta_fields(text: Mapping[str, Any], family: str) -> dict[str, int]:
+def _delta_fields(text: Mapping[str, Any], family: str) -> dict[str, Any]:
     if family not in _HYBRID:
         return {}
     defaults = {

@@ -25,7 +25,7 @@ def parse_dtype(name: DTypeLike | str) -> Any:
 
 
 def matmul_precision(dtype: DTypeLike) -> contextlib.AbstractContextManager[Any]:
-    """A context to trace under: float32 means HIGHEST in every product (the default: TF32 on an H200, bf16 on a TPU)."""
+    """A context to trace under: float32 means HIGHEST in every product (default: TF32 on H200, bf16 on TPU)."""
     if jnp.dtype(dtype) == jnp.float32:
         return jax.default_matmul_precision("highest")
     return contextlib.nullcontext()

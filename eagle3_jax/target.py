@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -41,13 +42,13 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: TargetConfig, index: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         c = config
-        norm = {"zero_centered": c.zero_centered_norm, "dtype": dtype}
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, **norm)
+        norm = partial(RMSNorm, c.hidden_size, c.rms_norm_eps, zero_centered=c.zero_centered_norm, dtype=dtype)
+        self.input_layernorm = norm()
         if c.layer_types[index] == DELTA:
             self.linear_attn = GatedDeltaNet(c, dtype=dtype, rngs=rngs)
         else:
             self.self_attn = Attention(_attention_shape(c), dtype=dtype, rngs=rngs)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, **norm)
+        self.post_attention_layernorm = norm()
         if c.moe_layers and c.moe_layers[index]:
             self.mlp: MoE | MLP = MoE(c, dtype=dtype, rngs=rngs)
         else:
@@ -74,7 +75,7 @@ Mixer = Callable[[int, DecoderLayer, Array], Array]
 
 
 class Target(nnx.Module):
-    """The model that is right. Parameter paths are Hugging Face names without `model.`; linears are `kernel` [in, out]."""
+    """The model that is right. Parameter paths are Hugging Face names less `model.`; linears are `kernel` [in, out]."""
 
     def __init__(self, config: TargetConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs) -> None:
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
@@ -120,9 +121,12 @@ class Target(nnx.Module):
             token; what comes out at padded places is meaningless.
           aux_layers: boundaries to return, ascending.
         """
-        if (token_ids is None) == (inputs_embeds is None):
+        if token_ids is not None and inputs_embeds is None:
+            x = self.embed(token_ids)
+        elif token_ids is None and inputs_embeds is not None:
+            x = inputs_embeds
+        else:
             raise ValueError("give either token_ids or inputs_embeds")
-        x = self.embed(token_ids) if inputs_embeds is None else inputs_embeds
         if attention_mask is None:
             return self._uncached(x, positions, None, aux_layers)
         # Inside, padding stands right: each row's tokens are moved to its front and back again.

@@ -81,7 +81,7 @@ def prefill(target: Target, drafter: Eagle3 | None, state: DecodeState, chunk: i
     out, cache = target.prefill(_slice(state.tokens, done, chunk), count, state.target, aux_layers=aux_layers)
     state = dataclasses.replace(state, target=cache)
     end = jnp.maximum(count - 1, 0)
-    if drafter is not None:
+    if drafter is not None and state.features is not None:
         # The last prompt token's features wait for the token that follows it, which is only sampled below.
         features = drafter.combine(out.aux)
         known = count - last.astype(jnp.int32)
@@ -156,11 +156,13 @@ def _draft(
     The first pass rewrites the cache for the tokens accepted last time, from the target's true features. The later
     ones run on the drafter's own output; what they write is overwritten by the next cycle's first pass.
     """
+    assert state.features is not None
     start = state.target.lengths - state.num_features
     hidden, cache = _extend(target, drafter, state, state.features, start, state.num_features)
     hidden = _pick(hidden, jnp.maximum(state.num_features - 1, 0))[:, None]
     choose = _draft_chooser(drafter, state, positions, noise, how)
-    drafts, probs = [], []
+    drafts: list[Array] = []
+    probs: list[Array] = []
     for i in range(how.num_drafts):
         if i > 0:
             at = state.target.lengths[:, None] + (i - 1)

@@ -87,13 +87,18 @@ class Engine:
         for model in (target, drafter):
             graph, state = nnx.split(model) if model is not None else (None, {})
             flat, tree = jax.tree.flatten(state)
-            graphs.append(graph), trees.append(tree), leaves.append(tuple(flat))
+            graphs.append(graph)
+            trees.append(tree)
+            leaves.append(tuple(flat))
         self._leaves = tuple(leaves)
         how, dtype = config.speculation, config.dtype
 
-        def models(weights: tuple[tuple[Array, ...], ...]) -> list[Any]:
-            built = zip(graphs, trees, weights, strict=True)
-            return [nnx.merge(g, jax.tree.unflatten(t, w)) if g is not None else None for g, t, w in built]
+        def models(weights: tuple[tuple[Array, ...], ...]) -> tuple[Target, Eagle3 | None]:
+            parts = zip(graphs, trees, weights, strict=True)
+            built: list[Any] = [
+                None if graph is None else nnx.merge(graph, jax.tree.unflatten(t, w)) for graph, t, w in parts
+            ]
+            return built[0], built[1]
 
         def prefill_step(weights: Any, state: DecodeState, chunk: int) -> DecodeState:
             with matmul_precision(dtype):
@@ -285,17 +290,10 @@ def _layout(state: DecodeState, mesh: Mesh) -> Any:
     spread = partial(axes_sharding, mesh=mesh)
 
     def layer(x: KVPages | DeltaState) -> Any:
-        if isinstance(x, KVPages):
-            where = spread(("replicated", "replicated", "heads", "replicated"), x.keys.shape)
-            return KVPages(where, where)  # type: ignore[arg-type]
-        heads = ("replicated", "replicated", "heads", "replicated")
-        return DeltaState(
-            spread(("replicated", "heads", "replicated", "replicated"), x.state.shape),
-            spread(heads, x.keys.shape),  # type: ignore[arg-type]
-            spread(heads, x.updates.shape),
-            spread(heads[:3], x.log_decay.shape),  # type: ignore[arg-type]
-            spread(("replicated",) * 3, x.inputs.shape),  # type: ignore[arg-type]
-        )
+        third, second = ("replicated", "replicated", "heads"), ("replicated", "heads")
+        axes = {"state": second, "inputs": ("replicated",)}
+        names = [field.name for field in dataclasses.fields(x)]
+        return x.replace(**{name: spread(axes.get(name, third), getattr(x, name).shape) for name in names})
 
     def cache(x: Cache | None) -> Any:
         return None if x is None else dataclasses.replace(everywhere(x), layers=tuple(layer(y) for y in x.layers))

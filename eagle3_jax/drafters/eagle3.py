@@ -6,6 +6,7 @@ At position p it takes the target's aux states of p and the embedding of token p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
@@ -96,7 +97,7 @@ class Eagle3(nnx.Module):
                 x = jnp.concatenate([layer.input_layernorm(embeds), normed], axis=-1)
             else:
                 residual, x = hidden, layer.input_layernorm(hidden)
-            hidden = residual + layer.self_attn(x, cos_sin, lambda q, k, v, i=i: attend(i, q, k, v))
+            hidden = residual + layer.self_attn(x, cos_sin, partial(attend, i))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return hidden
 

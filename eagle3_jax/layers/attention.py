@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import jax
 from flax import nnx
@@ -45,9 +46,9 @@ class Attention(nnx.Module):
         self.k_proj = Linear(s.d_in, s.num_kv_heads * s.head_dim, bias=s.bias, dtype=dtype, rngs=rngs)
         self.v_proj = Linear(s.d_in, s.num_kv_heads * s.head_dim, bias=s.bias, dtype=dtype, rngs=rngs)
         self.o_proj = Linear(s.num_heads * s.head_dim, s.d_out, bias=s.out_bias, dtype=dtype, rngs=rngs)
-        norm = {"zero_centered": s.zero_centered_norm, "dtype": dtype}
-        self.q_norm = RMSNorm(s.head_dim, s.norm_eps, **norm) if s.qk_norm else None
-        self.k_norm = RMSNorm(s.head_dim, s.norm_eps, **norm) if s.qk_norm else None
+        norm = partial(RMSNorm, s.head_dim, s.norm_eps, zero_centered=s.zero_centered_norm, dtype=dtype)
+        self.q_norm = norm() if s.qk_norm else None
+        self.k_norm = norm() if s.qk_norm else None
         self.shape = shape
 
     def __call__(self, x: Array, cos_sin: tuple[Array, Array], attend: Attend) -> Array:
