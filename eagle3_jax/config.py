@@ -128,7 +128,7 @@ class TargetConfig:
             (
                 bool(self.linear_num_key_heads)
                 and self.linear_num_value_heads % max(self.linear_num_key_heads, 1) != 0,
-                f"{self.linear_num_value_heads} linear value heads, no multiple of {self.linear_num_key_heads} key heads",
+                f"{self.linear_num_value_heads} linear value heads, not divisible by {self.linear_num_key_heads}",
             ),
             (
                 any(self.moe_layers) and not 0 < self.num_experts_per_tok <= self.num_experts,
