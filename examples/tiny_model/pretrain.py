@@ -227,12 +227,12 @@ def show_answers(model: Target, data: Path, count: int = 4, num_tokens: int = 16
 def write_folder(graph: Any, params: Any, data: Path, out: Path) -> None:
     """Weights in bfloat16, config, stop ids and tokenizer."""
     config = json.loads((HERE / "config.json").read_text())
-    save_target(nnx.merge(graph, cast_for_compute(params, jnp.bfloat16)), out, config)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(data / "tokenizer")
+    stops = {"eos_token_id": [tokenizer.eos_token_id, config["eos_token_id"]], "pad_token_id": config["pad_token_id"]}
+    model = nnx.merge(graph, cast_for_compute(params, jnp.bfloat16))
+    save_target(model, out, config, generation_config=stops)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(data / "tokenizer" / name, out)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
-    stops = {"eos_token_id": [tokenizer.eos_token_id, config["eos_token_id"]], "pad_token_id": config["pad_token_id"]}
-    (out / "generation_config.json").write_text(json.dumps(stops, indent=2) + "\n")
 
 
 def write_card(out: Path, report: dict[str, Any]) -> None:
