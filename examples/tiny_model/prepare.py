@@ -2,7 +2,8 @@
 
     python prepare.py INPUT OUT
 
-INPUT holds conversations (`*.jsonl`, one `{"messages": [...]}` a line) and plain text (`*.txt`, a document each).
+INPUT holds conversations (`*.jsonl`: rows with `messages`, GSM8K's `question` and `answer`, or `instruction`, `input`
+and `response`) and plain text (`*.txt`, a document each).
 OUT receives `tokenizer/`, `train.npy` and `validation.npy` (uint16), `starts.npz` (where a training window may
 begin) and `train.jsonl`, `validation.jsonl` (the conversations of each split).
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,11 +37,22 @@ TEXT_STRIDE = 256  # plain text has a window start every so many tokens
 Messages = list[dict[str, str]]
 
 
+def messages_of(row: dict[str, Any]) -> Messages:
+    """The conversation of a row, whichever of the three forms it has."""
+    if "messages" in row:
+        return row["messages"]
+    if "question" in row:
+        asked, answer = row["question"], re.sub(r"<<[^>]*>>", "", row["answer"])  # GSM8K's calculator marks
+    else:
+        asked = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+        answer = row["response"]
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+
+
 def read_conversations(path: Path) -> list[dict[str, Any]]:
     """The rows of one file, each `{"messages", "source"}`."""
     with path.open(encoding="utf-8") as lines:  # not splitlines(): it would also cut at U+2028 inside a string
-        rows = [json.loads(line) for line in lines if line.strip()]
-    return [{"messages": row["messages"], "source": path.stem} for row in rows]
+        return [{"messages": messages_of(json.loads(line)), "source": path.stem} for line in lines if line.strip()]
 
 
 def split_rows(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -1,6 +1,6 @@
 """Trains the small model from nothing: float32 masters, bfloat16 arithmetic, AdamW, one device.
 
-    python pretrain.py DATA OUT [--steps 6000] [--minutes 5]
+    python pretrain.py DATA OUT [--steps 4000] [--minutes 5]
 
 DATA is what `prepare.py` wrote. The tokens live on the device and a dispatch runs many steps, so that the host never
 holds a small model up. The first part of training reads text and conversations, the rest conversations alone. OUT is a
@@ -249,12 +249,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="anneal in time to end after so long")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--weight-decay", type=float, default=0.3)
     args = parser.parse_args()
     hyper = Hyper(args.steps, args.minutes, args.batch, args.length, args.learning_rate, args.weight_decay)
 
