@@ -43,6 +43,12 @@ class DraftFolder:
     aux_ids: tuple[int, ...] | None
     tensors: dict[str, TensorInfo]
     problems: tuple[str, ...]
+    foreign: bool  # not an EAGLE-3 head at all, so that its tensors need no comment
+
+    def full_name(self, name: str) -> str:
+        """What the folder would call one of our names."""
+        midlayer = any("midlayer." in info.name for info in self.tensors.values())
+        return name.replace("layers.0.", "midlayer.") if midlayer else name
 
     @property
     def aux_offset(self) -> int:
@@ -61,8 +67,10 @@ def describe(raw: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> DraftFold
     layer = dict(raw.get("transformer_layer_config") or raw) if kind == "speculators" else raw
     eagle_config = raw.get("eagle_config") or {}
     ids = raw.get(IDS) if kind == "speculators" else eagle_config.get(IDS, raw.get(IDS))
-    problems += _unsupported(raw, layer, table)
-    return DraftFolder(kind, why, raw, layer, None if ids is None else tuple(ids), table, tuple(problems))
+    foreign = _foreign(raw, table)
+    problems += foreign + _unsupported(raw, layer)
+    ids = None if ids is None else tuple(ids)
+    return DraftFolder(kind, why, raw, layer, ids, table, tuple(problems), bool(foreign))
 
 
 def _normalised(tensors: Iterable[TensorInfo]) -> tuple[dict[str, TensorInfo], list[str]]:
@@ -93,16 +101,22 @@ def _recognise(raw: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> tup
     return "eagle", f"architecture {', '.join(names) or 'not named'}, no eagle_config, layer prefix {prefix}"
 
 
-def _unsupported(raw: Mapping[str, Any], layer: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[str]:
-    problems = []
+def _foreign(raw: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[str]:
     method = raw.get("speculators_model_type", "eagle3")
     names = raw.get("architectures") or []
     if method != "eagle3" or any(key in raw for key in OTHER_METHODS):
-        problems.append(f"this is a {method if method != 'eagle3' else ', '.join(names)} drafter, not an EAGLE-3 head")
-    elif other := [n for n in names if n not in PLAIN]:
-        problems.append(f"architecture {', '.join(other)} is not supported; supported are {', '.join(PLAIN)}")
-    elif "layers.0.hidden_norm.weight" not in tensors and "fc.weight" in tensors:
-        problems.append("no hidden_norm: this looks like an EAGLE-1 or EAGLE-2 head, which is not supported")
+        return [f"this is a {method if method != 'eagle3' else ', '.join(names)} drafter, not an EAGLE-3 head"]
+    if other := [n for n in names if n not in PLAIN]:
+        return [f"architecture {', '.join(other)} is not supported; supported are {', '.join(PLAIN)}"]
+    if "fc.weight" not in tensors:
+        return ["no fc.weight: this is not the folder of an EAGLE-3 head"]
+    if "layers.0.hidden_norm.weight" not in tensors:
+        return ["no hidden_norm: this looks like an EAGLE-1 or EAGLE-2 head, which is not supported"]
+    return []
+
+
+def _unsupported(raw: Mapping[str, Any], layer: Mapping[str, Any]) -> list[str]:
+    problems = []
     if raw.get("quantization_config") or layer.get("quantization_config"):
         problems.append("a quantised drafter is not supported")
     if layer.get("hidden_act", "silu") not in ("silu", "swish"):

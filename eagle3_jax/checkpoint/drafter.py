@@ -65,7 +65,7 @@ def load_drafter(
     described = describe(raw, source)
     config, problems, notes = draft_config(described, target_config, config_overrides)
     problems = [*described.problems, *problems]
-    if config is None:
+    if config is None or described.foreign:
         raise CheckpointError(folder, problems)
     mapping = vocabulary(described, config, vocab_map)
     graph, abstract = nnx.split(
@@ -74,7 +74,7 @@ def load_drafter(
     tensors = {
         n: t for n, t in described.tensors.items() if n not in TABLES and (n != EMBEDDING or config.own_embedding)
     }
-    plan = make_plan(parameters_of(abstract), tensors, EVERY_FAMILY)
+    plan = make_plan(parameters_of(abstract), tensors, EVERY_FAMILY, described.full_name)
     if problems := list(dict.fromkeys([*problems, *mapping.problems, *plan.problems])):
         raise CheckpointError(folder, problems)
     notes = [f"format {described.format}: {described.why}", *notes, *_embedding_notes(described, config, embed)]

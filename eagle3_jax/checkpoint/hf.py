@@ -161,6 +161,8 @@ def read_config(raw: Mapping[str, Any], folder: Path, overrides: Mapping[str, An
     if quantised := raw.get("quantization_config") or text.get("quantization_config"):
         method = quantised.get("quant_method", "unknown method")
         raise ConfigError(f"{where}: a quantised checkpoint ({method}) is not supported; use the bfloat16 one")
+    if is_drafter(raw):
+        raise ConfigError(f"{where}: this is a drafter, not a target; give it as the drafter of a target")
     config = TargetConfig.from_hf(raw, where=where)
     fields = {field.name for field in dataclasses.fields(config)}
     if unknown := sorted(set(overrides or ()) - fields):
@@ -170,15 +172,20 @@ def read_config(raw: Mapping[str, Any], folder: Path, overrides: Mapping[str, An
     return dataclasses.replace(config, **(overrides or {}))
 
 
+def is_drafter(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a drafter of any kind."""
+    keys = ("speculators_model_type", "speculators_config", "eagle_config", "draft_vocab_size", "dflash_config")
+    return any(key in raw for key in keys) or any("Eagle" in name for name in raw.get("architectures") or ())
+
+
 def resolve_dtype(dtype: Any, raw: Mapping[str, Any], source: Source) -> Any:
-    """The dtype asked for; "auto" is the config's, or the embedding's when the config has none."""
+    """The dtype asked for; "auto" is the config's, or that of the largest tensor when the config names none."""
     if dtype != "auto":
         return parse_dtype(dtype)
     text = raw.get("text_config") or {}
     named = next((t[k] for t in (raw, text) for k in ("dtype", "torch_dtype") if isinstance(t.get(k), str)), None)
     if named is None:
-        embedding = _embedding(source)
-        named = embedding.dtype.name if embedding is not None else "bfloat16"
+        named = max(source, key=lambda info: info.nbytes).dtype.name
     named = named.removeprefix("torch.")
     return parse_dtype({"float16": "bfloat16", "float64": "float32"}.get(named, named))
 
