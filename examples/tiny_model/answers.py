@@ -82,7 +82,7 @@ def main() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.model)
     prompts = read_prompts(args.prompts, tokenizer)[: args.limit]
     fitting = [prompt for prompt in prompts if len(prompt) + args.max_tokens <= args.max_model_len]
-    print(f"{len(fitting)} prompts; {len(prompts) - len(fitting)} are too long for --max-model-len {args.max_model_len}")
+    print(f"{len(fitting)} prompts; {len(prompts) - len(fitting)} left out, too long for --max-model-len")
     prompts = fitting
     # Only ids are wanted: without a tokenizer nothing is spent on text. Rare looks by the host keep the device busy.
     llm = LLM(model=args.model, max_model_len=args.max_model_len, max_num_seqs=args.batch, cycles_per_sync=32,
