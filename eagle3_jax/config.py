@@ -27,6 +27,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 _HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 _MIXTURE = ("qwen3_5_moe", "qwen3_next", "qwen3_moe")
 _ALIASES = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
+# What transformers takes where a config leaves these out.
+_HEAD_DIMS = {"qwen3": 128, "qwen3_5": 256, "qwen3_5_moe": 256, "qwen3_next": 256}
+_MROPE_SECTIONS = {"qwen3_5": (11, 11, 10), "qwen3_5_moe": (11, 11, 10)}
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -54,9 +57,11 @@ class RopeConfig:
         if kind not in _ROPE_KINDS:
             raise ConfigError(f"{where}: rope type {kind!r} is not supported; known are {', '.join(_ROPE_KINDS)}")
         theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-        default_partial = 0.25 if config.get("full_attention_interval") or "linear_num_key_heads" in config else 1.0
+        family = str(config.get("model_type")).removesuffix("_text")
+        default_partial = 0.25 if family in _HYBRID else 1.0
         partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", default_partial))
-        numbers = {k: float(v) for k, v in rope.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        sections = rope.get("mrope_section") or _MROPE_SECTIONS.get(family, ())
+        numbers = {k: float(v) for k, v in rope.items() if isinstance(v, int | float)}  # yarn's `truncate` is a bool
         if kind in ("llama3", "yarn"):
             numbers.setdefault("original_max_position_embeddings", float(config.get("max_position_embeddings", 0)))
         required = {
@@ -66,9 +71,9 @@ class RopeConfig:
         }
         if absent := [k for k in required.get(kind, ()) if k not in numbers]:
             raise ConfigError(f"{where}: rope type {kind!r} needs {', '.join(absent)} in rope_parameters")
-        drop = ("rope_theta", "partial_rotary_factor")
+        drop = ("rope_theta", "partial_rotary_factor", "mrope_interleaved")
         params = tuple(sorted((k, v) for k, v in numbers.items() if k not in drop)) if kind != "default" else ()
-        return cls(float(theta), int(head_dim * partial), kind, params, tuple(rope.get("mrope_section") or ()))
+        return cls(float(theta), int(head_dim * partial), kind, params, tuple(sections))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +172,7 @@ class TargetConfig:
         _refuse_unsupported(text, where)
         need = _reader(text, where)
         hidden, layers, heads = need("hidden_size"), need("num_hidden_layers"), need("num_attention_heads")
-        head_dim = text.get("head_dim") or hidden // heads
+        head_dim = text.get("head_dim") or _HEAD_DIMS.get(family) or hidden // heads
         flags = {
             "attention_bias": bool(text.get("attention_bias", False)),
             "attention_out_bias": bool(text.get("attention_bias", False)),
@@ -236,8 +241,8 @@ def _delta_fields(text: Mapping[str, Any], family: str) -> dict[str, Any]:
 
 def _mixture_fields(text: Mapping[str, Any], family: str, num_layers: int) -> dict[str, Any]:
     # transformers 5 writes Qwen3-MoE's count under the name that its other mixtures use.
-    text = {**text, "num_experts": text.get("num_experts") or text.get("num_local_experts")}
-    if family not in _MIXTURE or not text["num_experts"]:
+    text = {**text, "num_experts": text.get("num_experts", text.get("num_local_experts"))}
+    if family not in _MIXTURE or text["num_experts"] == 0:
         return {}
     step, dense = text.get("decoder_sparse_step") or 1, set(text.get("mlp_only_layers") or ())
     keys = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -310,9 +315,10 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
       ConfigError: fewer than 7 layers, where these collide.
     """
     if num_layers < 7:
+        example = ", ".join(map(str, sorted({0, num_layers // 2, num_layers})))
         raise ConfigError(
             f"a target of {num_layers} layers is too small for the default aux boundaries (2, L//2, L-3), which need 7 "
-            f"layers; name them yourself, for example aux_layers=(0, {num_layers // 2}, {num_layers})"
+            f"layers; name them yourself, for example aux_layers=({example})"
         )
     return (2, num_layers // 2, num_layers - 3)
 
