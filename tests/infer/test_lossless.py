@@ -1,0 +1,131 @@
+"""The text is a function of weights, prompt, parameters and seed alone: not of the drafter, K, or the neighbours."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from eagle3_jax.target import Target
+from infer.cycle import FROM_TARGET, Speculation
+from infer.params import SamplingParams
+from tests.infer import tiny
+from tests.infer.tiny import FAMILIES, VOCAB, Answer
+
+TIE = 1e-4
+_RNG = np.random.default_rng(0)
+# Shorter than the convolution, longer than a page, longer than a prefill chunk.
+PROMPTS = [_RNG.integers(0, VOCAB, n).tolist() for n in (1, 2, 3, 9, 17, 40)]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24),
+    SamplingParams(temperature=2.5, max_tokens=24),
+    SamplingParams(temperature=1.0, top_p=0.9, max_tokens=24, seed=5),
+    SamplingParams(temperature=4.0, top_k=20, max_tokens=24),
+    SamplingParams(temperature=0, max_tokens=24, min_tokens=6),
+    SamplingParams(temperature=0.8, top_p=0.95, min_p=0.02, max_tokens=24),
+]
+STOPS = (7, 11)
+
+
+@functools.cache
+def family_target(family: str) -> Target:
+    return tiny.target(family)
+
+
+@functools.cache
+def reference(family: str) -> list[Answer]:
+    """The engine without a drafter."""
+    return tiny.answers(tiny.build(family_target(family), None, Speculation()), PROMPTS, PARAMS, stop_ids=STOPS)
+
+
+def same(model: Target, got: Sequence[Answer], want: Sequence[Answer]) -> int:
+    """Checks token for token; returns the number of ties, where programs of different shapes may round apart.
+
+    After a tie the two texts go separate ways, so the rest of that answer is not compared.
+    """
+    ties = 0
+    for i, (ours, plain) in enumerate(zip(got, want, strict=True)):
+        if ours.tokens == plain.tokens:
+            assert ours.reason == plain.reason
+            continue
+        at = next(j for j, (a, b) in enumerate(zip([*ours.tokens, -1], [*plain.tokens, -2], strict=False)) if a != b)
+        gap = tiny.margin(model, PROMPTS[i], plain.tokens, at, i, PARAMS[i])
+        assert gap < TIE, f"prompt {i}: token {at} differs although the best two are {gap:.2e} apart"
+        ties += 1
+    return ties
+
+
+def accepted_counts(found: Sequence[Answer]) -> set[int]:
+    """How many drafts were accepted in one cycle or another."""
+    return {code - FROM_TARGET for answer in found for code in answer.codes if code >= FROM_TARGET}
+
+
+@pytest.mark.parametrize(
+    ("family", "k"), [("qwen3_5", 1), ("qwen3_5", 3), ("qwen3_5", 7), *[(f, 3) for f in FAMILIES if f != "qwen3_5"]]
+)
+def test_same_tokens_with_and_without_a_drafter(family: str, k: int) -> None:
+    model = family_target(family)
+    engine = tiny.build(model, tiny.drafter(model.config), Speculation(k))
+    found = tiny.answers(engine, PROMPTS, PARAMS, stop_ids=STOPS)
+    assert same(model, found, reference(family)) <= 1
+    # Loud noise makes a random head agree often, so that there was something to roll back to.
+    counts = accepted_counts(found)
+    assert 0 in counts and len(counts) >= min(k, 2) + 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"fc_norm": True, "norm_output": True, "qk_norm": True, "num_layers": 2},
+        {"draft_vocab_size": 20, "own_embedding": True},
+    ],
+)
+def test_any_head_is_lossless(flags: dict) -> None:
+    model = family_target("qwen3_5")
+    found = tiny.answers(
+        tiny.build(model, tiny.drafter(model.config, **flags), Speculation(3)), PROMPTS, PARAMS, stop_ids=STOPS
+    )
+    assert same(model, found, reference("qwen3_5")) <= 1
+
+
+def test_alone_or_in_a_batch() -> None:
+    """Slots, neighbours and refills do not matter; a seeded request does not even depend on its number."""
+    model = family_target("qwen3_5")
+    engine = tiny.build(model, tiny.drafter(model.config), Speculation(3), max_num_seqs=1)
+    assert same(model, tiny.answers(engine, PROMPTS, PARAMS, stop_ids=STOPS), reference("qwen3_5")) <= 1
+    (alone,) = tiny.answers(engine, PROMPTS[2:3], PARAMS[2:3], stop_ids=STOPS)
+    assert alone.tokens == reference("qwen3_5")[2].tokens
+
+
+def test_ends_inside_a_window() -> None:
+    """Stop ids, max_tokens and the context limit cut exactly where the plain engine does."""
+    model = family_target("qwen3_5")
+    plain, drafted = (
+        tiny.build(model, head, Speculation(k), max_model_len=48)
+        for head, k in ((None, 0), (tiny.drafter(model.config), 7))
+    )
+    loud = [SamplingParams(temperature=4.0, max_tokens=n, seed=n) for n in (1, 2, 3, 5, 100, 100)]
+    long = tiny.answers(plain, PROMPTS, loud)
+    assert [a.reason for a in long] == ["length"] * 6
+    assert [len(a.tokens) for a in long] == [1, 2, 3, 5, 48 - 17, 48 - 40]
+    assert [(a.tokens, a.reason) for a in tiny.answers(drafted, PROMPTS, loud)] == [(a.tokens, a.reason) for a in long]
+    for at in range(3, 9):
+        stop = (long[4].tokens[at],)
+        want, got = (tiny.answers(e, PROMPTS[4:5], loud[4:5], stop_ids=stop)[0] for e in (plain, drafted))
+        assert got.tokens == want.tokens and got.reason == want.reason == "stop"
+        assert got.tokens[-1] == stop[0] and stop[0] not in got.tokens[:-1]
+
+
+def test_codes_account_for_every_token() -> None:
+    """A cycle's codes are 0, 1, ..., a-1, 64+a; only the last may be cut short."""
+    model = family_target("qwen3_5")
+    for answer in tiny.answers(
+        tiny.build(model, tiny.drafter(model.config), Speculation(3)), PROMPTS, PARAMS, stop_ids=STOPS
+    ):
+        assert len(answer.codes) == len(answer.tokens) and answer.codes[0] == -1
+        expected = 0
+        for code in answer.codes[1:]:
+            assert code in (expected, FROM_TARGET + expected)
+            expected = 0 if code >= FROM_TARGET else expected + 1
