@@ -52,12 +52,15 @@ class DraftGraph:
 
 
 def split_drafter(drafter: Eagle3) -> tuple[DraftGraph, Params, list[Array]]:
-    """(graph, float32 parameters by name, arrays that are not trained)."""
+    """(graph, float32 parameters by name, arrays that are not trained).
+
+    The parameters are copies: a training step donates them, and what they were made of may be the target's.
+    """
     parts: tuple[Any, ...] = nnx.split(drafter, is_trained, ...)
     graph, trained, fixed = parts
     paths = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(trained))
     names = tuple(".".join(str(getattr(key, "key", key)) for key in path) for path, _ in paths)
     leaves, tree = jax.tree.flatten(trained)
     fixed_leaves, fixed_tree = jax.tree.flatten(fixed)
-    params = {name: leaf.astype(jnp.float32) for name, leaf in zip(names, leaves, strict=True)}
+    params = {name: jnp.array(leaf, jnp.float32, copy=True) for name, leaf in zip(names, leaves, strict=True)}
     return DraftGraph(graph, tree, fixed_tree, names), params, fixed_leaves

@@ -1,0 +1,76 @@
+"""The head to train: its config from recipe and target, and its first weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from eagle3_jax.checkpoint import load_drafter
+from eagle3_jax.checkpoint.specforge import inexpressible
+from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig, check_aux_layers, default_aux_layers
+from eagle3_jax.drafters.eagle3 import Eagle3
+from eagle3_jax.target import Target
+from train.recipe import DraftRecipe, RecipeError
+
+DEFAULT_DRAFT_VOCAB = 32000
+
+
+def draft_config(recipe: DraftRecipe, target: TargetConfig) -> DraftConfig:
+    """Sizes that the recipe leaves out are the target's. RoPE is one-dimensional over the whole head width.
+
+    Raises:
+      ConfigError: sizes or aux layers that cannot be.
+    """
+    head_dim = recipe.head_dim or target.head_dim
+    aux = default_aux_layers(target.num_layers) if recipe.aux_layers is None else recipe.aux_layers
+    return DraftConfig(
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=recipe.intermediate_size or target.intermediate_size or 4 * target.hidden_size,
+        num_heads=recipe.num_heads or target.num_heads,
+        num_kv_heads=recipe.num_kv_heads or recipe.num_heads or target.num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=recipe.draft_vocab_size or min(DEFAULT_DRAFT_VOCAB, target.vocab_size),
+        aux_layers=check_aux_layers(aux, target.num_layers),
+        rope=RopeConfig(recipe.rope_theta or target.rope.theta, head_dim),
+        num_layers=recipe.num_layers,
+        rms_norm_eps=target.rms_norm_eps,
+        max_position_embeddings=target.max_position_embeddings,
+        qk_norm=recipe.architecture == "qwen3",
+        norm_before_residual=recipe.norm_before_residual,
+        norm_before_fc=recipe.norm_before_fc,
+        fc_norm=recipe.fc_norm,
+        norm_output=recipe.norm_output,
+    )
+
+
+def check_exportable(config: DraftConfig) -> None:
+    """Better now than after training."""
+    if problems := inexpressible(config):
+        raise RecipeError(
+            f"SpecForge's format cannot express {', '.join(problems)}; change the head, or set export=false and keep "
+            "the training checkpoints"
+        )
+
+
+def new_head(config: DraftConfig, d2t: np.ndarray, target: Target, *, seed: int, init_head: bool) -> Eagle3:
+    """A float32 head with the draft vocabulary `d2t`; its output projection and norm may start as the target's."""
+    head = Eagle3(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    head.d2t[...] = jnp.asarray(d2t)
+    if init_head:
+        scale = target.norm.weight[...].astype(jnp.float32)
+        head.norm.weight[...] = 1 + scale if target.config.zero_centered_norm else scale
+        head.lm_head.kernel[...] = target.output_rows(head.d2t[...]).astype(jnp.float32)
+    return head
+
+
+def existing_head(path: str | Path, target: Target, mesh: Mesh | None) -> tuple[Eagle3, tuple[str, ...]]:
+    """A head to go on from, in float32, and notes on what its folder left open. Its vocabulary and aux layers stay."""
+    embed = target.embed_tokens.weight[...]
+    loaded = load_drafter(path, target.config, dtype=jnp.float32, mesh=mesh, embed=embed)
+    return loaded.model, loaded.notes

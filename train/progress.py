@@ -1,0 +1,70 @@
+"""What a run says of itself: a progress bar, and a line of JSON in metrics.jsonl every few steps."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from train.loss import StepSums
+
+
+def acceptance(sums: StepSums) -> list[float]:
+    """For each step, the share of supervised positions whose guess is the target's choice."""
+    return (np.asarray(sums.hits) / np.maximum(np.asarray(sums.supervised), 1)).tolist()
+
+
+def simulated_length(rates: list[float]) -> float:
+    """Acceptance length if steps failed independently: 1 + a0 + a0 a1 + ..."""
+    return float(1 + np.cumprod(rates).sum())
+
+
+class Progress:
+    """Gathers metrics over `every` steps and reports their means."""
+
+    def __init__(self, path: Path, *, start: int, total: int, every: int, quiet: bool = False) -> None:
+        self._file = path.open("a", encoding="utf-8")
+        self._bar = tqdm(total=total, initial=start, unit="step", disable=quiet, dynamic_ncols=True)
+        self._every = every
+        self._reset()
+
+    def _reset(self) -> None:
+        self._losses: list[float] = []
+        self._sums: StepSums | None = None
+        self._tokens, self._since = 0, time.monotonic()
+
+    def add(self, step: int, loss: float, sums: StepSums, num_tokens: int, rate: float) -> None:
+        """One finished step; `step` counts from 0."""
+        self._losses.append(loss)
+        self._sums = sums if self._sums is None else jax.tree.map(np.add, self._sums, sums)
+        self._tokens += num_tokens
+        self._bar.update(1)
+        if (step + 1) % self._every == 0:
+            self.report(step + 1, rate)
+
+    def report(self, step: int, rate: float) -> None:
+        """Writes what was gathered since the last report; `step` steps are done."""
+        if self._sums is None:
+            return
+        rates, seconds = acceptance(self._sums), max(time.monotonic() - self._since, 1e-9)
+        line: dict[str, Any] = {
+            "step": step, "loss": float(np.mean(self._losses)), "acceptance": [round(r, 4) for r in rates],
+            "simulated_acceptance_length": round(simulated_length(rates), 4), "learning_rate": rate,
+            "tokens_per_second": round(self._tokens / seconds, 1),
+        }  # fmt: skip
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        self._bar.set_postfix_str(
+            f"loss {line['loss']:.3f}, acc {' '.join(f'{r:.2f}' for r in rates)}, "
+            f"length {line['simulated_acceptance_length']:.2f}, {line['tokens_per_second']:.0f} tok/s"
+        )
+        self._reset()
+
+    def close(self) -> None:
+        self._bar.close()
+        self._file.close()

@@ -1,0 +1,191 @@
+"""A whole run: recipe in, head out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from eagle3_jax.checkpoint import load_target, save_specforge
+from eagle3_jax.checkpoint.hf import read_config
+from eagle3_jax.checkpoint.source import read_json, resolve
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.drafters.eagle3 import Eagle3
+from eagle3_jax.precision import parse_dtype
+from eagle3_jax.sharding import make_mesh
+from eagle3_jax.target import Target
+from train.checkpoints import Checkpoints, describe_run
+from train.conversations import Row
+from train.data import Batches, DataReport, bucket_lengths, load_rows
+from train.head import check_exportable, draft_config, existing_head, new_head
+from train.loop import Loop
+from train.mask import ChatRenderer
+from train.optim import learning_rate, make_optimizer
+from train.progress import Progress
+from train.recipe import Recipe, flatten, to_yaml
+from train.step import Frozen, Model, TrainState, make_model, make_step
+from train.vocab import choose_draft_vocab, count_supervised, coverage
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Training sequences, what became of the files, and how often the assistant says each token [V]."""
+
+    rows: list[Row]
+    report: DataReport
+    counts: np.ndarray
+
+
+def train(recipe: Recipe, *, quiet: bool = False) -> int:
+    """Trains, resuming if the output folder holds checkpoints of the same recipe. Returns the exit status.
+
+    Raises:
+      UserError: the recipe, data, target or output folder cannot be used.
+      TrainingError: the loss stopped being finite.
+    """
+    folder = resolve(recipe.target)
+    config = read_config(read_json(folder, "config.json", required=True), folder)
+    if recipe.draft.init_from is None and recipe.export:
+        check_exportable(draft_config(recipe.draft, config))
+    data = read_data(recipe, folder, config, quiet=quiet)
+    say = (lambda *_: None) if quiet else tqdm.write
+    say(str(data.report))
+    mesh = _mesh(recipe)
+    target = load_target(folder, dtype=parse_dtype(recipe.dtype), mesh=mesh).model
+    head, notes = _head(recipe, data, target, mesh)
+    for note in notes:
+        say(note)
+    run = _Run(recipe, data, target, head, mesh)
+    return run.go(quiet=quiet)
+
+
+def read_data(recipe: Recipe, folder: Path, config: TargetConfig, *, quiet: bool) -> Data:
+    """Reads, masks and counts the recipe's files."""
+    d = recipe.data
+    wrap: Any = iter if quiet else partial(_watch, text="reading")
+    rows, report = load_rows(
+        d.files, _renderer(recipe, folder), max_length=d.max_length, overlong=d.overlong,
+        vocab_size=config.vocab_size, wrap=wrap,
+    )  # fmt: skip
+    return Data(rows, report, count_supervised(rows, config.vocab_size))
+
+
+def _watch(records: Iterable[Any], text: str) -> Iterable[Any]:
+    return tqdm(records, desc=text, unit="row", dynamic_ncols=True)
+
+
+def _renderer(recipe: Recipe, folder: Path) -> ChatRenderer | None:
+    """None if the target comes without a tokenizer: then rows must be tokenised."""
+    where = recipe.data.tokenizer or (folder if (folder / "tokenizer.json").is_file() else None)
+    if where is None:
+        return None
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(where)
+    if not tokenizer.chat_template and recipe.data.tokenizer is None:
+        return None
+    return ChatRenderer(tokenizer, recipe.data.template_kwargs, recipe.data.changed_turns)
+
+
+def _mesh(recipe: Recipe) -> Mesh | None:
+    axes = dataclasses.asdict(recipe.mesh)
+    return make_mesh(**axes) if max(axes.values()) > 1 else None
+
+
+def _head(recipe: Recipe, data: Data, target: Target, mesh: Mesh | None) -> tuple[Eagle3, tuple[str, ...]]:
+    draft = recipe.draft
+    if draft.init_from is not None:
+        return existing_head(draft.init_from, target, mesh)
+    config = draft_config(draft, target.config)
+    d2t = choose_draft_vocab(data.counts, config.draft_vocab_size)
+    return new_head(config, d2t, target, seed=recipe.seed, init_head=draft.init_head), ()
+
+
+class _Run:
+    """Everything in place for the loop."""
+
+    def __init__(self, recipe: Recipe, data: Data, target: Target, head: Eagle3, mesh: Mesh | None) -> None:
+        self.recipe, self.data, self.head, self.mesh = recipe, data, head, mesh
+        self.output = Path(recipe.output)
+        self.d2t = np.asarray(head.d2t[...])
+        self.num_steps = recipe.num_steps(len(data.rows))
+        self.optimizer = make_optimizer(recipe.optimizer, self.num_steps)
+        self.model, params, self.frozen = self._model(target)
+        self.num_parameters = sum(x.size for x in params.values())
+        self.state = TrainState(params, jax.jit(self.optimizer.init)(params))
+        if recipe.export:
+            check_exportable(head.config)
+
+    def _model(self, target: Target) -> tuple[Model, dict[str, Any], Frozen]:
+        r = self.recipe
+        dtype = parse_dtype(r.dtype)
+        return make_model(
+            target, self.head, num_steps=r.ttt_steps, decay=r.decay, dtype=dtype, remat=r.remat, mesh=self.mesh
+        )
+
+    def go(self, *, quiet: bool) -> int:
+        """Restores, trains, exports. Returns 0, or 128 + the signal that ended it early."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        described = describe_run(self.recipe, self.num_steps, self.data.rows, self.head.config)
+        checkpoints = Checkpoints(self.output, self.recipe.keep, described)
+        start = checkpoints.latest() or 0
+        if start:
+            self.state = checkpoints.restore(start, self.state, self.d2t)
+        (self.output / "recipe.yaml").write_text(to_yaml(self.recipe), encoding="utf-8")
+        progress = Progress(
+            self.output / "metrics.jsonl", start=start, total=self.num_steps, every=self.recipe.log_every, quiet=quiet
+        )
+        begun = time.monotonic()
+        try:
+            state, done, signal = self._loop(checkpoints, progress).run(self.state, start, self.num_steps)
+        finally:
+            progress.close()
+            checkpoints.close()
+        if signal is not None and done < self.num_steps:
+            return 128 + signal
+        self._finish(state, time.monotonic() - begun, done - start)
+        return 0
+
+    def _loop(self, checkpoints: Checkpoints, progress: Progress) -> Loop:
+        r = self.recipe
+        batches = Batches(
+            self.data.rows, batch_size=r.batch_size, seed=r.seed, buckets=bucket_lengths(r.data.max_length)
+        )
+        return Loop(
+            step=make_step(self.model, self.optimizer), frozen=self.frozen, batches=batches,
+            save=lambda done, state: checkpoints.save(done, state, self.d2t), progress=progress,
+            rate=learning_rate(r.optimizer, self.num_steps), output=self.output, save_every=r.save_every,
+            mesh=self.mesh,
+        )  # fmt: skip
+
+    def _finish(self, state: TrainState, seconds: float, steps: int) -> None:
+        if self.recipe.export:
+            head = self.model.draft.merge(state.params, self.frozen.fixed, jnp.float32)
+            save_specforge(head, self.head.config, self.output / "head", dtype=parse_dtype(self.recipe.dtype))
+        (self.output / "summary.json").write_text(json.dumps(self._summary(seconds, steps), indent=2) + "\n")
+
+    def _summary(self, seconds: float, steps: int) -> dict[str, Any]:
+        """`seconds` and `steps` of this session; a resumed run had others before."""
+        lines = (self.output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return {
+            "steps": self.num_steps,
+            "last": json.loads(lines[-1]) if lines else None,
+            "session": {"steps": steps, "seconds": round(seconds, 1)},
+            "data": self.data.report.as_dict(),
+            "draft_vocab_coverage": round(coverage(self.data.counts, self.d2t), 6),
+            "draft_config": dataclasses.asdict(self.head.config),
+            "trained_parameters": self.num_parameters,
+            "hardware": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+            "jax": jax.__version__,
+            "recipe": flatten(self.recipe),
+        }
