@@ -64,10 +64,18 @@ class NamedTensors:
     def skipped(self) -> str:
         """One line: what was left out, how much of it."""
         parts = [
-            f"{len(infos)} {kind} tensors ({_common_name(infos)}, {sum(i.nbytes for i in infos) / 1e9:.2f} GB)"
+            f"{len(infos)} {kind} tensors ({_common_name(infos)}, {size(sum(i.nbytes for i in infos))})"
             for kind, infos in self.left_out.items()
         ]
         return "skipped " + " and ".join(parts) if parts else ""
+
+
+def size(number: int) -> str:
+    """A number of bytes, in powers of 1000."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.2f} {unit}"
+    return f"{number} bytes"
 
 
 def _common_name(infos: list[TensorInfo]) -> str:
@@ -75,8 +83,11 @@ def _common_name(infos: list[TensorInfo]) -> str:
     return ".".join(head[:2] if head[0] == "model" else head[:1]) + ".*"
 
 
-def name_tensors(source: Source, tied: bool) -> NamedTensors:
-    """Takes prefixes off and sorts out what is not part of the text decoder."""
+def name_tensors(source: Source, config: TargetConfig, *, first_layers: bool = False) -> NamedTensors:
+    """Takes prefixes off and sorts out what is not part of the text decoder.
+
+    With `first_layers`, layers beyond those of `config` are left out; otherwise they are unknown tensors.
+    """
     tensors: dict[str, TensorInfo] = {}
     left_out: dict[str, list[TensorInfo]] = collections.defaultdict(list)
     prefixes: collections.Counter[str] = collections.Counter()
@@ -85,9 +96,11 @@ def name_tensors(source: Source, tied: bool) -> NamedTensors:
         kind = next((kind for kind, pattern in SKIPPED.items() if pattern.fullmatch(info.name)), None)
         prefix = next((p for p in PREFIXES if info.name.startswith(p)), "")
         name = info.name.removeprefix(prefix)
-        if tied and name == TIED_HEAD:
-            problems += _untied(info, tensors.get("embed_tokens.weight") or _embedding(source))
+        if config.tie_word_embeddings and name == TIED_HEAD:
+            problems += _untied(info, _embedding(source))
             kind = "tied output"
+        if first_layers and (layer := re.match(r"layers\.(\d+)\.", name)) and int(layer[1]) >= config.num_layers:
+            kind = "later layers'"
         if kind is not None:
             left_out[kind].append(info)
             continue
@@ -123,6 +136,7 @@ def load_target(
     revision: str | None = None,
     mesh: Mesh | None = None,
     config_overrides: Mapping[str, Any] | None = None,
+    num_layers: int | None = None,
 ) -> LoadedTarget:
     """Loads a target's text decoder, tensor by tensor, onto the device or onto the devices of `mesh`.
 
@@ -131,6 +145,7 @@ def load_target(
       dtype: "auto" takes the checkpoint's (float16 becomes bfloat16), else float32 or bfloat16. Parameters that the
         model keeps in float32 stay so.
       config_overrides: fields of `TargetConfig` to be replaced.
+      num_layers: load only so many layers, to look at part of a model that is too large as a whole.
 
     Raises:
       CheckpointError: with every problem of the folder.
@@ -138,11 +153,11 @@ def load_target(
     """
     folder = resolve(path_or_id, revision)
     raw = read_json(folder, "config.json", required=True)
-    config = read_config(raw, folder, config_overrides)
+    config = cut(read_config(raw, folder, config_overrides), num_layers)
     source = open_source(folder)
     kind = resolve_dtype(dtype, raw, source)
     graph, abstract = nnx.split(nnx.eval_shape(lambda: Target(config, dtype=kind, rngs=nnx.Rngs(0))))
-    named = name_tensors(source, config.tie_word_embeddings)
+    named = name_tensors(source, config, first_layers=num_layers is not None)
     plan = make_plan(parameters_of(abstract), named.tensors, rules_for(config), named.full_name)
     if problems := (*named.problems, *plan.problems):
         raise CheckpointError(folder, problems)
@@ -170,6 +185,16 @@ def read_config(raw: Mapping[str, Any], folder: Path, overrides: Mapping[str, An
             f"config_overrides {', '.join(unknown)}: not fields of TargetConfig: {', '.join(sorted(fields))}"
         )
     return dataclasses.replace(config, **(overrides or {}))
+
+
+def cut(config: TargetConfig, num_layers: int | None) -> TargetConfig:
+    """The config of a target's first layers."""
+    if num_layers is None:
+        return config
+    if not 1 <= num_layers <= config.num_layers:
+        raise ConfigError(f"num_layers {num_layers}: the target has {config.num_layers} layers")
+    layers, mixtures = config.layer_types[:num_layers], config.moe_layers[:num_layers]
+    return dataclasses.replace(config, num_layers=num_layers, layer_types=layers, moe_layers=mixtures)
 
 
 def is_drafter(raw: Mapping[str, Any]) -> bool:

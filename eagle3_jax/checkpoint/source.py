@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ class Source:
         return iter(self.tensors.values())
 
 
-def resolve(path_or_id: str | Path, revision: str | None = None) -> Path:
+def resolve(path_or_id: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
     """The local folder of `path_or_id`, downloaded from the Hugging Face hub when it is not a folder.
+
+    Without `weights` a download leaves them out.
 
     Raises:
       CheckpointError: neither a folder nor a repository that can be reached.
@@ -41,16 +43,16 @@ def resolve(path_or_id: str | Path, revision: str | None = None) -> Path:
     parts = str(path_or_id).split("/")
     if len(parts) > 2 or not all(parts) or str(path_or_id).startswith((".", "~")):
         raise CheckpointError(path_or_id, ["no such folder (and a hub id has the form owner/name)"])
-    return _download(str(path_or_id), revision)
+    return _download(str(path_or_id), revision, PATTERNS if weights else PATTERNS[:1])
 
 
-def _download(repo: str, revision: str | None) -> Path:
+def _download(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise CheckpointError(repo, ["no such folder; to fetch it from the hub: pip install huggingface_hub"]) from None
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(PATTERNS)))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:  # the hub client raises its own, httpx's and the operating system's errors
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         at = f" at revision {revision}" if revision else ""
@@ -82,17 +84,27 @@ def open_source(folder: Path) -> Source:
     """
     if (folder / INDEX).is_file():
         return _open_sharded(folder)
-    files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
-    files = files or [f for f in (folder / TORCH,) if f.is_file()]
+    files = weight_files(folder)
     if not files:
-        raise CheckpointError(folder, [f"no weights: none of {SINGLE}, {INDEX}, {TORCH}{_lfs_hint(folder)}"])
+        raise CheckpointError(folder, [f"no weights: none of {SINGLE}, {INDEX}, {TORCH}{_held(folder)}"])
     tensors, problems = _read_files(files)
     if problems:
         raise CheckpointError(folder, problems)
     return Source(folder, tensors)
 
 
-def _lfs_hint(folder: Path) -> str:
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights in a folder without an index."""
+    files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+    return files or [f for f in (folder / TORCH,) if f.is_file()]
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether there are weights, or an index that promises some."""
+    return (folder / INDEX).is_file() or bool(weight_files(folder))
+
+
+def _held(folder: Path) -> str:
     held = sorted(p.name for p in folder.iterdir())
     return (
         f" (the folder holds {', '.join(held[:8])}{' ...' if len(held) > 8 else ''})"

@@ -239,7 +239,7 @@ def test_a_parameter_is_read_a_tensor_at_a_time(tmp_path: Path) -> None:
     config = read_config(read_json(tmp_path / "m", "config.json"), tmp_path / "m")
     source = open_source(tmp_path / "m")
     abstract = nnx.split(nnx.eval_shape(lambda: Target(config, rngs=nnx.Rngs(0))))[1]
-    plan = make_plan(parameters_of(abstract), name_tensors(source, False).tensors, rules_for(config))
+    plan = make_plan(parameters_of(abstract), name_tensors(source, config).tensors, rules_for(config))
     parameter = next(p for p in plan.pieces if p.path.endswith("gate_up_proj"))
     index = (slice(0, 8), slice(0, 64), slice(0, 128))
     gc.collect()
@@ -256,7 +256,7 @@ def test_any_part_equals_the_part_of_the_whole(kind: str, checkpoint: Folder, tm
     folder = checkpoint(kind)
     config = read_config(read_json(folder, "config.json"), folder)
     abstract = nnx.split(nnx.eval_shape(lambda: Target(config, rngs=nnx.Rngs(0))))[1]
-    plan = make_plan(parameters_of(abstract), name_tensors(open_source(folder), False).tensors, rules_for(config))
+    plan = make_plan(parameters_of(abstract), name_tensors(open_source(folder), config).tensors, rules_for(config))
     rng = np.random.default_rng(0)
     for parameter, found in plan.pieces.items():
         whole = read_part(parameter, found, tuple(slice(None) for _ in parameter.shape))
