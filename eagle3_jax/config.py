@@ -29,7 +29,7 @@ _MIXTURE = ("qwen3_5_moe", "qwen3_next", "qwen3_moe")
 _ALIASES = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 # What transformers takes where a config leaves these out.
 _HEAD_DIMS = {"qwen3": 128, "qwen3_5": 256, "qwen3_5_moe": 256, "qwen3_next": 256}
-_MROPE_SECTIONS = {"qwen3_5": (11, 11, 10), "qwen3_5_moe": (11, 11, 10)}
+_MROPE_SECTIONS: dict[str, tuple[int, ...]] = {"qwen3_5": (11, 11, 10), "qwen3_5_moe": (11, 11, 10)}
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -60,7 +60,7 @@ class RopeConfig:
         family = str(config.get("model_type")).removesuffix("_text")
         default_partial = 0.25 if family in _HYBRID else 1.0
         partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", default_partial))
-        sections = rope.get("mrope_section") or _MROPE_SECTIONS.get(family, ())
+        sections: Sequence[int] = rope.get("mrope_section") or _MROPE_SECTIONS.get(family, ())
         numbers = {k: float(v) for k, v in rope.items() if isinstance(v, int | float)}  # yarn's `truncate` is a bool
         if kind in ("llama3", "yarn"):
             numbers.setdefault("original_max_position_embeddings", float(config.get("max_position_embeddings", 0)))

@@ -131,6 +131,7 @@ class Target(nnx.Module):
             return self._uncached(x, positions, None, aux_layers)
         # Inside, padding stands right: each row's tokens are moved to its front and back again.
         mask = attention_mask.astype(bool)
+        x = jnp.where(mask[..., None], x, 0)  # a NaN in padding would pass through a product with a weight of zero
         front = jnp.argsort(~mask, axis=1, stable=True)
         back = jnp.argsort(front, axis=1)
         moved = (

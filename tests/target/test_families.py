@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.target import oracle
-from tests.target.oracle import LLAMA, QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
+from tests.target.oracle import HYBRID, LLAMA, QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 
 LENGTH = 70  # more than one chunk of the delta rule
 NEW_TOKENS = 12
@@ -24,7 +24,9 @@ CASES: dict[str, dict[str, Any]] = {
         **QWEN3_5, "tie_word_embeddings": True, "attention_bias": True, "linear_num_value_heads": 6,
         "linear_conv_kernel_dim": 3, "num_key_value_heads": 1,
     },
-    "qwen3_5, yarn": {**QWEN3_5, "max_position_embeddings": 128, "rope_parameters": {**QWEN3_5["rope_parameters"], **YARN}},
+    "qwen3_5, yarn": {
+        **QWEN3_5, "max_position_embeddings": 128, "rope_parameters": {**HYBRID["rope_parameters"], **YARN},
+    },
     "qwen3_5_moe": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_next, some layers dense, weights not renormalised": {
