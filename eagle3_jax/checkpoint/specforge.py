@@ -32,6 +32,9 @@ def save_specforge(
 ) -> None:
     """Writes config.json and model.safetensors; the folder appears complete or not at all.
 
+    SGLang takes the ids for layer outputs only when the first is 1 (our boundary 2, the usual one), and vLLM reads none
+    from this format: serve heads with other aux layers elsewhere only after looking at what their loader does.
+
     Args:
       dtype: float32 or bfloat16; by default as the model has it.
       extra: further keys of config.json, such as eos_token_id.

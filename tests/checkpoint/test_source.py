@@ -214,3 +214,26 @@ def test_a_torch_file_whose_tensors_overrun_their_bytes_is_refused(tmp_path: Pat
         for name, content in members.items():
             archive.writestr(name, content[:16] if name.endswith("data/0") else content)
     assert "'a': shape [64] does not fit into its 16 bytes" in problems(tmp_path)
+
+
+def test_a_hub_id_is_downloaded_without_code_and_at_its_revision(tmp_path: Path, monkeypatch: Any) -> None:
+    calls = []
+
+    def snapshot_download(repo: str, **options: Any) -> str:
+        calls.append((repo, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert resolve("owner/name", "v2") == tmp_path and resolve("owner/name", weights=False) == tmp_path
+    (repo, full), (_, small) = calls
+    assert repo == "owner/name" and full["revision"] == "v2" and small["allow_patterns"] == ["*.json"]
+    assert "*.safetensors" in full["allow_patterns"] and not any(p.endswith("py") for p in full["allow_patterns"])
+
+
+def test_what_the_hub_says_is_passed_on(monkeypatch: Any) -> None:
+    def snapshot_download(repo: str, **options: Any) -> str:
+        raise OSError("401 Client Error: gated\nsecond line")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointError, match="the hub did not give it at revision v2: 401 Client Error: gated$"):
+        resolve("owner/name", "v2")
