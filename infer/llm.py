@@ -34,6 +34,8 @@ from infer.sampling import request_key, request_state, resolve_stop_ids
 
 logger = logging.getLogger(__name__)
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -131,6 +133,11 @@ class LLM:
     def num_speculative_tokens(self) -> int:
         """K, 0 without a head."""
         return self.speculation.num_drafts
+
+    @property
+    def dtype(self) -> str:
+        """What the target computes in: "float32" or "bfloat16"."""
+        return str(_dtype_of(self.target))
 
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer. Raises UserError when none was loaded."""
@@ -355,6 +362,9 @@ def _load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer  # seconds to import, and not needed with skip_tokenizer_init
 
     try:
+        # transformers makes an empty tokenizer of a folder that has only a config.json.
+        if Path(folder).is_dir() and not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+            raise OSError(f"none of {', '.join(TOKENIZER_FILES)} is there")
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, ImportError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]

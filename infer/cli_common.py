@@ -1,0 +1,66 @@
+"""Flags that `eagle3 generate` and `eagle3 bench` share, and the LLM that they describe."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle3_jax.errors import UserError
+from infer.options import DEFAULT_DRAFTER, DEFAULT_DRAFTS, DEFAULT_MODEL, REJECTION_METHODS
+
+SYNTHETIC_NOTICE = (
+    "SYNTHETIC ACCEPTANCE: drafts were accepted at a fixed rate whatever they were; the text means nothing, and "
+    "lengths and speeds are not those of this drafter"
+)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags on how models are loaded and drafts are judged."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    group.add_argument("--tp", type=int, default=1, help="devices over which the model is spread")
+    group.add_argument("--max-model-len", type=int, help="longest prompt and answer together, in tokens")
+    group.add_argument("--revision", help="of a model named by its hub id")
+    group.add_argument("--draft-sample-method", choices=("coupled", "greedy", "probabilistic"))
+    group.add_argument("--rejection-sample-method", choices=REJECTION_METHODS)
+    group.add_argument("--synthetic-acceptance-length", type=float, metavar="MEAN")
+
+
+def engine_keywords(args: argparse.Namespace) -> dict[str, Any]:
+    """Keywords of `LLM` from the flags of `add_engine_arguments`."""
+    return {
+        "dtype": args.dtype,
+        "tensor_parallel_size": args.tp,
+        "max_model_len": args.max_model_len,
+        "revision": args.revision,
+    }
+
+
+def speculative_config(
+    args: argparse.Namespace, *, model: str | None, draft: str | None, drafts: int | None
+) -> Mapping[str, Any] | None:
+    """The speculative_config that the flags ask for; None for generation without a drafter.
+
+    The default model brings its own head. Raises UserError when drafts are asked for and no head is named, or when
+    flags on drafts are given and there are none.
+    """
+    head = draft if draft is not None else DEFAULT_DRAFTER if model is None else None
+    methods = {
+        name: getattr(args, name)
+        for name in ("draft_sample_method", "rejection_sample_method", "synthetic_acceptance_length")
+        if getattr(args, name) is not None
+    }
+    if drafts == 0 or (head is None and drafts is None):
+        if methods:
+            raise UserError(f"{', '.join(methods)}: there are no drafts without a head and at least one token to draft")
+        return None
+    if head is None:
+        raise UserError(f"{drafts} tokens to draft, and no head: name its folder or hub id")
+    return {"model": head, "method": "eagle3", "num_speculative_tokens": drafts or DEFAULT_DRAFTS, **methods}
+
+
+def model_or_default(model: str | None) -> str | Path:
+    """The target by name, so that `LLM` adds no head of its own accord."""
+    return DEFAULT_MODEL if model is None else model
