@@ -13,13 +13,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-QUERY_BLOCK = 512
+_BLOCK_ELEMENTS = 2**28
 
 
-def branch_attention(q: Array, keys: Sequence[Array], values: Sequence[Array], *, block: int = QUERY_BLOCK) -> Array:
+def query_block(batch: int, length: int, num_heads: int) -> int:
+    """Queries at a time so that a block's float32 weights stay within a gigabyte, 16 at least and 512 at most."""
+    fitting = _BLOCK_ELEMENTS // (batch * num_heads * length)
+    return min(length, 512, max(16, fitting // 16 * 16))
+
+
+def branch_attention(q: Array, keys: Sequence[Array], values: Sequence[Array], *, block: int | None = None) -> Array:
     """[B, T, N, H] from q [B, T, N, H] and the keys and values [B, T, K, H] of steps 0 .. i. Scale H**-0.5."""
     length = q.shape[1]
-    block = min(block, length)
+    block = min(block or query_block(*q.shape[:3]), length)
     padded = -(-length // block) * block
     grouped = q.reshape(*q.shape[:2], keys[0].shape[2], -1, q.shape[3])
     branch = [_branch(own, keys[0]) for own in (keys, values)]

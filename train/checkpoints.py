@@ -17,7 +17,7 @@ from train.recipe import Recipe, flatten
 from train.step import TrainState
 
 # Keys that may differ when a run goes on: they change neither the losses nor where they come from.
-FREE_KEYS = ("output", "save_every", "keep", "log_every", "export", "remat", "mesh.")
+FREE_KEYS = ("output", "save_every", "keep", "log_every", "export", "remat", "mesh.", "evaluate.")
 
 
 class ResumeError(UserError):

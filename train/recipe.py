@@ -82,6 +82,19 @@ class OptimizerRecipe:
 
 
 @dataclasses.dataclass(frozen=True)
+class EvalRecipe:
+    """Predicted acceptance at the end of training, see `train.evaluate`, written to summary.json.
+
+    files: held-out rows in any format of data.files; of each, the last assistant turn is what is predicted. The figure
+    is the engine's own only if the target said those turns greedily. num_drafts: K. max_rows: the first so many.
+    """
+
+    files: tuple[str, ...] = ()
+    num_drafts: int = 3
+    max_rows: int = 256
+
+
+@dataclasses.dataclass(frozen=True)
 class MeshRecipe:
     """Devices along each axis; the batch is spread over `data`."""
 
@@ -106,6 +119,7 @@ class Recipe:
     data: DataRecipe = DataRecipe()
     draft: DraftRecipe = DraftRecipe()
     optimizer: OptimizerRecipe = OptimizerRecipe()
+    evaluate: EvalRecipe = EvalRecipe()
     mesh: MeshRecipe = MeshRecipe()
     ttt_steps: int = 7
     decay: float = 0.8
@@ -131,6 +145,7 @@ class Recipe:
             (not 0 < self.decay <= 1, f"decay={self.decay} is not in (0, 1]"),
             (self.batch_size < 1, f"batch_size={self.batch_size} is below 1"),
             (self.train_steps is not None and self.train_steps < 1, f"train_steps={self.train_steps} is below 1"),
+            (self.evaluate.num_drafts < 1, f"evaluate.num_drafts={self.evaluate.num_drafts} is below 1"),
             (self.epochs <= 0, f"epochs={self.epochs} is not positive"),
             (min(self.save_every, self.keep, self.log_every) < 1, "save_every, keep and log_every must be at least 1"),
             (not 0 <= o.warmup_ratio < 1, f"optimizer.warmup_ratio={o.warmup_ratio} is not in [0, 1)"),

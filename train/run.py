@@ -27,6 +27,7 @@ from eagle3_jax.target import Target
 from train.checkpoints import Checkpoints, describe_run
 from train.conversations import Row
 from train.data import Batches, DataReport, bucket_lengths, load_rows
+from train.evaluate import answers_of, count_acceptance, make_matches
 from train.head import check_exportable, draft_config, existing_head, new_head
 from train.loop import Loop
 from train.mask import ChatRenderer
@@ -65,7 +66,7 @@ def train(recipe: Recipe, *, quiet: bool = False) -> int:
     head, notes = _head(recipe, data, target, mesh)
     for note in notes:
         say(note)
-    run = _Run(recipe, data, target, head, mesh)
+    run = _Run(recipe, folder, data, target, head, mesh)
     return run.go(quiet=quiet)
 
 
@@ -114,8 +115,11 @@ def _head(recipe: Recipe, data: Data, target: Target, mesh: Mesh | None) -> tupl
 class _Run:
     """Everything in place for the loop."""
 
-    def __init__(self, recipe: Recipe, data: Data, target: Target, head: Eagle3, mesh: Mesh | None) -> None:
-        self.recipe, self.data, self.head, self.mesh = recipe, data, head, mesh
+    def __init__(
+        self, recipe: Recipe, folder: Path, data: Data, target: Target, head: Eagle3, mesh: Mesh | None
+    ) -> None:
+        self.recipe, self.folder, self.data, self.head, self.mesh = recipe, folder, data, head, mesh
+        self.target_config = target.config
         self.output = Path(recipe.output)
         self.d2t = np.asarray(head.d2t[...])
         self.num_steps = recipe.num_steps(len(data.rows))
@@ -169,10 +173,24 @@ class _Run:
         )  # fmt: skip
 
     def _finish(self, state: TrainState, seconds: float, steps: int) -> None:
+        summary = self._summary(seconds, steps)
+        if self.recipe.evaluate.files:
+            summary["evaluation"] = self._evaluate(state)
         if self.recipe.export:
             head = self.model.draft.merge(state.params, self.frozen.fixed, jnp.float32)
             save_specforge(head, self.head.config, self.output / "head", dtype=parse_dtype(self.recipe.dtype))
-        (self.output / "summary.json").write_text(json.dumps(self._summary(seconds, steps), indent=2) + "\n")
+        (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+    def _evaluate(self, state: TrainState) -> dict[str, Any]:
+        """Predicted acceptance on the held-out files."""
+        r, e = self.recipe, self.recipe.evaluate
+        held_out = dataclasses.replace(r.data, files=e.files)
+        rows = read_data(dataclasses.replace(r, data=held_out), self.folder, self.target_config, quiet=True).rows
+        answers = answers_of(rows[: e.max_rows])
+        model = dataclasses.replace(self.model, num_steps=e.num_drafts)
+        matches = make_matches(model, jnp.asarray(self.d2t))
+        found = count_acceptance(matches, state.params, self.frozen, answers, e.num_drafts, r.batch_size)
+        return {"num_drafts": e.num_drafts, "num_answers": len(answers), **found.as_dict()}
 
     def _summary(self, seconds: float, steps: int) -> dict[str, Any]:
         """`seconds` and `steps` of this session; a resumed run had others before."""

@@ -10,7 +10,7 @@ import pytest
 from jax import Array
 
 from tests.helpers import assert_close
-from train.attention import branch_attention
+from train.attention import branch_attention, query_block
 
 
 def dense(q: Array, keys: Sequence[Array], values: Sequence[Array]) -> Array:
@@ -42,6 +42,11 @@ def test_blockwise_equals_dense(steps: int, length: int, block: int) -> None:
     got, want = (jax.tree.leaves(grads(f)(q, keys, values)) for f in (blockwise, dense))
     for g, w in zip(got, want, strict=True):
         assert_close(g, w)
+
+
+def test_blocks_shrink_with_batch_and_length() -> None:
+    assert query_block(1, 100, 8) == 100 and query_block(8, 2048, 32) == 512
+    assert query_block(8, 16384, 32) == 64 and query_block(64, 65536, 64) == 16
 
 
 def test_no_square_matrix_is_kept_for_the_backward_pass() -> None:

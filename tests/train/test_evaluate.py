@@ -17,7 +17,7 @@ from eagle3_jax.target import Target
 from tests.train.models import sharpened
 from train.conversations import Row
 from train.evaluate import Acceptance, Answer, answers_of, greedy_answers, predicted_acceptance, walk
-from train.recipe import DataRecipe, DraftRecipe, OptimizerRecipe, Recipe
+from train.recipe import DataRecipe, DraftRecipe, EvalRecipe, OptimizerRecipe, Recipe
 from train.run import train
 
 CONFIG = {
@@ -77,11 +77,15 @@ def test_prediction_equals_the_engine(target: tuple[Target, Path], answers: list
     recipe = Recipe(
         target=str(target[1]), output=str(tmp_path / "run"), data=DataRecipe((str(tmp_path / "rows.jsonl"),), 64),
         draft=DraftRecipe(aux_layers=(1, 2, 4), draft_vocab_size=50, intermediate_size=64),
+        evaluate=EvalRecipe((str(tmp_path / "rows.jsonl"),), num_drafts=2, max_rows=4),
         optimizer=OptimizerRecipe(learning_rate=1e-2), ttt_steps=3, batch_size=5, train_steps=150, dtype="float32",
     )  # fmt: skip
     train(recipe, quiet=True)
     drafter = load_drafter(tmp_path / "run" / "head", target[0].config).model
     found = predicted_acceptance(target[0], drafter, answers, num_drafts=3, batch_size=4)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]
+    first_four = predicted_acceptance(target[0], drafter, answers[:4], num_drafts=2)
+    assert summary == {"num_drafts": 2, "num_answers": 4, **first_four.as_dict()}
     llm = LLM.from_models(
         target[0], drafter, max_num_seqs=5, max_model_len=64, speculative_config={"num_speculative_tokens": 3}
     )
