@@ -42,7 +42,7 @@ class DeltaState(_Replace):
     state: Array  # [B,Hv,M,P] float32, committed
     keys: Array  # [B,W,Hk,M] float32, of the last window
     updates: Array  # [B,W,Hv,P] float32, of the last window
-    log_decay: Array  # [B,W,Hv] float32, running sum over the last window
+    log_decay: Array  # [B,W,Hv] float32, of each token of the last window
     inputs: Array  # [B,kernel-1+W,channels] convolution inputs: committed tail, then the last window
 
 

@@ -76,8 +76,8 @@ class GatedDeltaNet(nnx.Module):
     def window(self, x: Array, valid: Array, pending: Array, past: DeltaState) -> tuple[Array, DeltaState]:
         """Tokens that verification has yet to accept: folds in what was pending, leaves the window itself pending."""
         history, mixed, state = self._begin(x, valid, pending, past)
-        out, updates, total = gated_delta.window(*mixed, state)
-        return self._finish(x, out), DeltaState(state, mixed.k, updates, total, history)
+        out, updates = gated_delta.window(*mixed, state)
+        return self._finish(x, out), DeltaState(state, mixed.k, updates, mixed.g, history)
 
     def _begin(self, x: Array, valid: Array, pending: Array, past: DeltaState) -> tuple[Array, DeltaInputs, Array]:
         tail = _rows(past.inputs, pending, self.config.linear_conv_kernel_dim - 1)

@@ -56,8 +56,8 @@ def chunked(
 
     def step(s: Array, part: _Chunk) -> tuple[Array, Array]:
         updates, out = _apply(part, s)
-        decay = jnp.exp(part.total[:, -1:] - part.total)
-        s = s * jnp.exp(part.total[:, -1])[..., None, None] + _einsum("BCKM,BCKR,BCKRP->BKRMP", part.k, decay, updates)
+        added = _einsum("BCKM,BCKR,BCKRP->BKRMP", part.k, part.to_end, updates)
+        s = s * jnp.exp(part.total[:, -1])[..., None, None] + added
         return s, out
 
     grouped, out = jax.lax.scan(step, grouped, parts)
@@ -65,29 +65,30 @@ def chunked(
     return out[:, :tokens], grouped.reshape(state.shape)
 
 
-def window(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> tuple[Array, Array, Array]:
+def window(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> tuple[Array, Array]:
     """Verifies a window from the committed state, which it only reads.
 
-    Returns outputs [B,C,K*R,P], the updates u [B,C,K*R,P] and the running log decay G [B,C,K*R]: with the keys, all
-    that `fold` needs to commit any prefix of the window.
+    Returns outputs [B,C,K*R,P] and the updates u [B,C,K*R,P]: with keys and decays, all that `fold` needs to commit
+    any prefix of the window.
     """
     tokens = k.shape[1]
     part = _prepare(*(_pad(x, _next_power_of_two(tokens)) for x in (q, k, v, g, beta)))
     updates, out = _apply(part, _group_state(state, k.shape[2]))
-    flat = [x.reshape(*x.shape[:2], v.shape[2], *x.shape[4:])[:, :tokens] for x in (out, updates, part.total)]
-    return flat[0], flat[1], flat[2]
+    flat = [x.reshape(*x.shape[:2], v.shape[2], -1)[:, :tokens] for x in (out, updates)]
+    return flat[0], flat[1]
 
 
-def fold(state: Array, k: Array, updates: Array, total: Array, count: Array) -> Array:
+def fold(state: Array, k: Array, updates: Array, g: Array, count: Array) -> Array:
     """Commits the first `count` [B] tokens of a window: S = e^{G_a} S0 + sum_{j<=a} e^{G_a-G_j} k_j u_j^T, a = count-1.
 
     A count of 0 leaves the state as it is. One read and one write of the state, whatever the window.
     """
     tokens, key_heads = k.shape[1], k.shape[2]
-    last = jnp.take_along_axis(total, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
-    last = jnp.where((count > 0)[:, None, None], last, 0.0)
     kept = jnp.arange(tokens)[None, :, None] < count[:, None, None]
-    decay = jnp.exp(jnp.where(kept, last - total, -jnp.inf))
+    g = jnp.where(kept, g.astype(jnp.float32), 0.0)
+    from_here = jnp.cumsum(g[:, ::-1], axis=1)[:, ::-1]
+    to_end = jnp.concatenate([from_here[:, 1:], jnp.zeros_like(g[:, :1])], axis=1)
+    decay = jnp.where(kept, jnp.exp(to_end), 0.0)
     grouped = (*k.shape[:3], -1)
     added = _einsum(
         "BCKM,BCKR,BCKRP->BKRMP",
@@ -95,7 +96,8 @@ def fold(state: Array, k: Array, updates: Array, total: Array, count: Array) -> 
         decay.reshape(grouped),
         updates.reshape(*grouped, updates.shape[-1]),
     )
-    scaled = _group_state(state, key_heads) * jnp.exp(last[:, 0]).reshape(k.shape[0], key_heads, -1)[..., None, None]
+    total = from_here[:, 0].reshape(k.shape[0], key_heads, -1)
+    scaled = _group_state(state, key_heads) * jnp.exp(total)[..., None, None]
     return (scaled + added).reshape(state.shape)
 
 
@@ -105,6 +107,7 @@ class _Chunk(NamedTuple):
     q: Array  # [B,C,K,M]
     k: Array  # [B,C,K,M]
     total: Array  # [B,C,K,R] running log decay G
+    to_end: Array  # [B,C,K,R] decay from after each token to the chunk's end
     scores: Array  # [B,K,R,C,C] (q_i.k_j) e^{G_i-G_j}, j <= i
     own: Array  # [B,C,K,R,P] the solved updates for S0 = 0
     read: Array  # [B,C,K,R,M] what the solved updates take from S0
@@ -115,17 +118,26 @@ def _prepare(q: Array, k: Array, v: Array, g: Array, beta: Array) -> _Chunk:
     q, k, v, g, beta = (x.astype(jnp.float32) for x in (q, k, v, g, beta))
     v = v.reshape(batch, size, key_heads, -1, v.shape[-1])
     g, beta = (x.reshape(batch, size, key_heads, -1) for x in (g, beta))
-    total = jnp.cumsum(g, axis=1)
-    per_head = jnp.moveaxis(total, 1, -1)
-    # Masked before the exponential: e^{G_t} e^{-G_j} would overflow where e^{G_t-G_j} does not.
-    causal = jnp.tri(size, dtype=bool)
-    decay = jnp.exp(jnp.where(causal, per_head[..., :, None] - per_head[..., None, :], -jnp.inf))
+    decay = jnp.exp(_segment_sums(jnp.moveaxis(g, 1, -1)))
     scores = _einsum("BIKM,BJKM->BKIJ", q, k)[:, :, None] * decay
     system = _einsum("BIKM,BJKM->BKIJ", k, k)[:, :, None] * decay * jnp.moveaxis(beta, 1, -1)[..., None]
     inverse = unit_lower_inverse(jnp.where(jnp.tri(size, k=-1, dtype=bool), system, 0.0))
     own = _einsum("BKRIJ,BJKRP->BIKRP", inverse, beta[..., None] * v)
+    total = jnp.cumsum(g, axis=1)
     read = _einsum("BKRIJ,BJKRM->BIKRM", inverse, (beta * jnp.exp(total))[..., None] * k[:, :, :, None])
-    return _Chunk(q, k, total, scores, own, read)
+    return _Chunk(q, k, total, jnp.moveaxis(decay[..., -1, :], -1, 1), scores, own, read)
+
+
+def _segment_sums(g: Array) -> Array:
+    """G_i - G_j of log decays [..., C] as [..., i, j]: -inf where j > i, so that its exponential is 0 there.
+
+    Each is summed on its own: after a few strong decays G is in the hundreds, and a difference of two such float32
+    sums has lost the small decays between near tokens. Nor may it be e^{G_i} e^{-G_j}, which overflows.
+    """
+    size = g.shape[-1]
+    after = jnp.where(jnp.tri(size, k=-1, dtype=bool), g[..., :, None], 0.0)  # [..., l, j]: g_l where l > j
+    sums = _einsum("IL,...LJ->...IJ", jnp.tri(size), after)  # faster than a cumulative sum
+    return jnp.where(jnp.tri(size, dtype=bool), sums, -jnp.inf)
 
 
 def _apply(part: _Chunk, state: Array) -> tuple[Array, Array]:

@@ -101,11 +101,14 @@ def test_one_axis_of_positions_with_gaps(family: str, pair_of: PairOf) -> None:
 def test_embeddings_in_place_of_token_ids(pair_of: PairOf) -> None:
     pair = pair_of("qwen3_5")
     ids = pair.token_ids(2, TOKENS)
-    embeds = np.asarray(pair.target.embed(ids))
-    assert_close(oracle.our_trace(pair.target, inputs_embeds=embeds).logits, oracle.our_trace(pair.target, ids).logits, 1e-6)
+    given = oracle.our_trace(pair.target, inputs_embeds=np.asarray(pair.target.embed(ids)))
+    assert_close(given.logits, oracle.our_trace(pair.target, ids).logits, 1e-6)
 
 
-@pytest.mark.parametrize("given", [{}, {"token_ids": np.zeros((1, 2), np.int32), "inputs_embeds": np.zeros((1, 2, 40))}])
+BOTH = {"token_ids": np.zeros((1, 2), np.int32), "inputs_embeds": np.zeros((1, 2, 40), np.float32)}
+
+
+@pytest.mark.parametrize("given", [{}, BOTH], ids=["neither", "both"])
 def test_either_ids_or_embeddings(given: dict[str, Any], pair_of: PairOf) -> None:
     with pytest.raises(ValueError, match="either token_ids or inputs_embeds"):
         pair_of("qwen3_5").target(**given)
