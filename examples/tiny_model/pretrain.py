@@ -1,6 +1,6 @@
 """Trains the small model from nothing: float32 masters, bfloat16 arithmetic, AdamW, one device.
 
-    python pretrain.py DATA OUT [--steps 4000] [--minutes 5]
+    python pretrain.py DATA OUT [--steps 1400] [--minutes 5]
 
 DATA is what `prepare.py` wrote. The tokens live on the device and a dispatch runs many steps, so that the host never
 holds a small model up. The first part of training reads text and conversations, the rest conversations alone. OUT is a
@@ -249,7 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=1400)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="anneal in time to end after so long")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=512)
@@ -263,11 +263,11 @@ def main() -> None:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(f"{parameters:,} parameters", flush=True)
 
-    best = cast_for_compute(params, jnp.bfloat16)
+    best: Any = None
 
     def save(params: Any) -> None:
         nonlocal best
-        best = cast_for_compute(params, jnp.bfloat16)
+        best = jax.device_get(cast_for_compute(params, jnp.bfloat16))  # a copy: training donates its arrays
         write_folder(graph, params, args.data, args.out)
 
     corpus, held_out = load_corpus(args.data, hyper.length), validation_windows(args.data, hyper.length)
