@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.errors import ConfigError
 
 MESH_AXES: dict[str, str | None] = {
@@ -38,6 +39,15 @@ _PARAMETERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"linear_attn\.out_proj\.kernel", ("heads", "embed")),
     (r"(gate|up)_proj\.kernel", ("embed", "mlp")),
     (r"down_proj\.kernel", ("mlp", "embed")),
+    (r"fc\.kernel", ("replicated", "embed")),
+)
+
+# Which field of a config counts the heads side by side on a "heads" axis: a head is never cut in two.
+_HEADS: tuple[tuple[str, str], ...] = (
+    (r"self_attn\.[kv]_proj\.", "num_kv_heads"),
+    (r"self_attn\.[qo]_proj\.", "num_heads"),
+    (r"linear_attn\.in_proj_qkv\.", "linear_num_key_heads"),
+    (r"linear_attn\.(in_proj_z|out_proj)\.", "linear_num_value_heads"),
 )
 
 
@@ -65,9 +75,15 @@ def logical_axes(path: Sequence[str]) -> tuple[str, ...]:
     return next((axes for pattern, axes in _PARAMETERS if re.search(rf"(^|\.){pattern}$", name)), ())
 
 
-def param_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """Where a parameter of `shape` lies on `mesh`."""
-    return axes_sharding(logical_axes(path), shape, mesh)
+def param_sharding(
+    path: Sequence[str], shape: Sequence[int], mesh: Mesh, config: TargetConfig | DraftConfig | None = None
+) -> NamedSharding:
+    """Where a parameter of `shape` lies on `mesh`. With the model's `config`, heads are kept whole."""
+    axes, name = logical_axes(path), ".".join(str(p) for p in path)
+    field = next((field for pattern, field in _HEADS if re.search(pattern, name)), "")
+    heads = getattr(config, field, None) if field else None
+    sizes = [heads if heads and axis == "heads" else size for axis, size in zip(axes, shape, strict=False)]
+    return axes_sharding(axes, sizes, mesh)
 
 
 def axes_sharding(axes: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:

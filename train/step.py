@@ -112,7 +112,8 @@ def make_model(
     frozen = Frozen(leaves, fixed, teacher(leaves, d2t), index)
     model = Model(target_graph, tree, graph, drafter.config.aux_layers, num_steps, decay, dtype, remat)
     if mesh is not None:
-        params = {name: jax.device_put(x, param_sharding(name.split("."), x.shape, mesh)) for name, x in params.items()}
+        place = lambda name, x: param_sharding(name.split("."), x.shape, mesh, drafter.config)  # noqa: E731
+        params = {name: jax.device_put(x, place(name, x)) for name, x in params.items()}
         frozen = dataclasses.replace(
             frozen, **{k: _replicate(getattr(frozen, k), mesh) for k in ("fixed", "draft_index")}
         )

@@ -78,9 +78,9 @@ def load_drafter(
     if problems := list(dict.fromkeys([*problems, *mapping.problems, *plan.problems])):
         raise CheckpointError(folder, problems)
     notes = [f"format {described.format}: {described.why}", *notes, *_embedding_notes(described, config, embed)]
-    arrays = fill(plan, lambda parameter, found: to_device(parameter, found, sharding_of(parameter, mesh)))
+    arrays = fill(plan, lambda parameter, found: to_device(parameter, found, sharding_of(parameter, mesh, config)))
     table = Parameter("d2t", mapping.targets.shape, mapping.targets.dtype)
-    arrays["d2t"] = jax.device_put(mapping.targets, sharding_of(table, mesh))
+    arrays["d2t"] = jax.device_put(mapping.targets, sharding_of(table, mesh, config))
     return LoadedDrafter(nnx.merge(graph, with_arrays(abstract, arrays)), config, described.format, tuple(notes))
 
 

@@ -20,7 +20,7 @@ from eagle3_jax.checkpoint.problems import CheckpointError
 from eagle3_jax.checkpoint.safetensors_file import TensorInfo
 from eagle3_jax.checkpoint.source import Source, open_source, read_json, resolve
 from eagle3_jax.checkpoint.stop_ids import stop_ids
-from eagle3_jax.config import TargetConfig
+from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.errors import ConfigError
 from eagle3_jax.precision import parse_dtype
 from eagle3_jax.sharding import param_sharding
@@ -161,7 +161,7 @@ def load_target(
     plan = make_plan(parameters_of(abstract), named.tensors, rules_for(config), named.full_name)
     if problems := (*named.problems, *plan.problems):
         raise CheckpointError(folder, problems)
-    arrays = fill(plan, lambda parameter, found: to_device(parameter, found, sharding_of(parameter, mesh)))
+    arrays = fill(plan, lambda parameter, found: to_device(parameter, found, sharding_of(parameter, mesh, config)))
     stops, notes = stop_ids(folder)
     return LoadedTarget(
         nnx.merge(graph, with_arrays(abstract, arrays)), config, folder, stops,
@@ -230,8 +230,8 @@ def with_arrays(abstract: nnx.State, arrays: Mapping[str, jax.Array]) -> nnx.Sta
     return nnx.from_flat_state([(path, variable.replace(arrays[".".join(map(str, path))])) for path, variable in flat])
 
 
-def sharding_of(parameter: Parameter, mesh: Mesh | None) -> Any:
+def sharding_of(parameter: Parameter, mesh: Mesh | None, config: TargetConfig | DraftConfig) -> Any:
     """Where a parameter goes on `mesh`; None without one."""
     if mesh is None:
         return None
-    return param_sharding(tuple(parameter.path.split(".")), parameter.shape, mesh)
+    return param_sharding(tuple(parameter.path.split(".")), parameter.shape, mesh, config)
