@@ -123,7 +123,7 @@ def test_a_terminal_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_synthetic_acceptance_says_so(generate: Any) -> None:
-    synthetic = ["--rejection-sample-method", "synthetic", "--synthetic-acceptance-length", "2"]
+    synthetic = ["--rejection-sample-method", "synthetic", "--synthetic-acceptance-length", "3"]
     assert "SYNTHETIC ACCEPTANCE" in generate("x", "--ignore-eos", "--max-tokens", "9", *synthetic)[2]
 
 
@@ -131,7 +131,7 @@ def test_synthetic_acceptance_says_so(generate: Any) -> None:
 
 
 def bench(folders: Folders, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[str], dict[str, Any]]:
-    models = ["--model-dir", str(folders.target), "--eagle-dir", str(folders.drafter)]
+    models = ["--model-dir", str(folders.target), "--eagle-dir", str(folders.drafter), "--batch-size", "1"]
     assert cli.main(["bench", *models, *SMALL, *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     return lines, json.loads(lines[-1])
@@ -145,7 +145,7 @@ def test_bench_prints_vllms_block_and_a_baseline(
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = shlex.split(
         "--method eagle3 --num-spec-tokens 3 --tp 1 --dataset-name mt_bench --num-prompts 4 --temp 1 --top-p 0.95 "
-        "--top-k -1 --output-len 24 --enable-chunked-prefill --print-output --dtype float32 --batch-size 2"
+        "--top-k -1 --output-len 24 --enable-chunked-prefill --print-output --dtype float32"
     )
     lines, figures = bench(folders, capsys, *flags, "--dataset-path", str(data), "--json", str(out))
     names = ["total_num_output_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens"]
@@ -168,7 +168,7 @@ def test_bench_prints_vllms_block_and_a_baseline(
 
 def test_bench_says_when_acceptance_is_synthetic(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
     synthetic = ["--rejection-sample-method", "synthetic", "--synthetic-acceptance-length", "3", "--skip-baseline"]
-    flags = ["--num-prompts", "2", "--output-len", "22", "--ignore-eos", "--batch-size", "2"]  # 1 + 7 * 3
+    flags = ["--num-prompts", "2", "--output-len", "22", "--ignore-eos"]  # 1 + 7 * 3
     lines, figures = bench(folders, capsys, *flags, *synthetic)
     assert lines[0].startswith("SYNTHETIC ACCEPTANCE")
     assert figures["rejection_sample_method"] == "synthetic" and figures["synthetic_acceptance_length"] == 3.0

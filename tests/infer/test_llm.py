@@ -155,15 +155,13 @@ def test_stop_string_truncates_text_tokens_and_counters(models: dict[str, Any]) 
     assert after.token_ids == whole.token_ids, "the slot is as good as new"
 
 
-def test_standard_and_synthetic_rules_run(models: dict[str, Any]) -> None:
+def test_the_standard_rule_runs(models: dict[str, Any]) -> None:
     config = {"num_speculative_tokens": 3, "rejection_sample_method": "standard"}
-    standard = build(models, speculative_config=config)
-    assert standard.speculation.draft_sample_method == "probabilistic"
-    assert all(ids(generate(standard, PROMPTS)))
-    config = {"num_speculative_tokens": 2, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
-    synthetic = build(models, speculative_config=config)
-    generate(synthetic, PROMPTS, SamplingParams(max_tokens=40, ignore_eos=True))
-    assert synthetic.get_metrics().mean_acceptance_length == pytest.approx(2.0, abs=0.05)
+    llm = build(models, speculative_config=config)
+    assert llm.speculation.draft_sample_method == "probabilistic"
+    assert all(ids(generate(llm, PROMPTS))) and llm.get_metrics().num_accepted_tokens > 10
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    assert ids(generate(llm, PROMPTS[:1], greedy)) == ids(generate(build(models), PROMPTS[:1], greedy))
 
 
 def test_stream_grows_to_what_generate_returns(llm: LLM) -> None:

@@ -146,8 +146,9 @@ def test_acceptance_bounds(noise: float) -> None:
     assert coupled >= (1 - distance) / (1 + distance) - sigma
     assert abs(acceptance({}, "standard", "probabilistic", noise) - (1 - distance)) < sigma
     for rule in ("coupled", "standard"):
-        assert abs(acceptance({}, rule, "greedy", noise) - p[q.argmax()]) < sigma
-    assert coupled >= 0.85 * (1 - distance)
+        greedy = acceptance({}, rule, "greedy", noise)
+        assert abs(greedy - p[q.argmax()]) < sigma and coupled > greedy
+    assert coupled >= 0.85 * (1 - distance), "within 15 % of rejection sampling"
 
 
 def test_greedy_rows_accept_exactly_the_argmax() -> None:
