@@ -1,8 +1,8 @@
 """Attention of the training-time test.
 
 At step i, the query of position p sees what the drafter's cache would hold at inference: the step-0 keys of positions
-j <= p, made of true target features, and after them its own branch, the keys that steps 1 .. i left at p. Softmax runs
-over both at once. Queries are taken in blocks that the backward pass computes again, so no T x T matrix is kept.
+j <= p, made of true target features, and after them its own branch, the keys that steps 1 .. i left at p. One softmax
+runs over both. Queries are taken in blocks that the backward pass computes again, so no T x T matrix is kept.
 """
 
 from __future__ import annotations
@@ -53,16 +53,29 @@ def _split_blocks(x: Array, padded: int, block: int) -> Array:
 
 
 def _attend_block(start: Array, q: Array, own_keys: Array, own_values: Array, keys: Array, values: Array) -> Array:
-    """One block of queries q [B, Q, K, G, H] at positions start .. start+Q-1. K key heads, G queries to each."""
-    shared = jnp.einsum("BQKGH,BSKH->BKGQS", q, keys, preferred_element_type=jnp.float32)
-    own = jnp.einsum("BQKGH,BQIKH->BKGQI", q, own_keys, preferred_element_type=jnp.float32)
+    """One block of queries q [B, Q, K, G, H] at positions start .. start+Q-1. K key heads, G queries to each.
+
+    The two softmaxes are merged by their common maximum; joined in one array they would take twice the memory.
+    """
+    scale, has_branch = q.shape[-1] ** -0.5, own_keys.shape[2] > 0
+    shared = jnp.einsum("BQKGH,BSKH->BKGQS", q, keys, preferred_element_type=jnp.float32) * scale
+    own = jnp.einsum("BQKGH,BQIKH->BKGQI", q, own_keys, preferred_element_type=jnp.float32) * scale
     positions = start + jnp.arange(q.shape[1])
     visible = jnp.arange(keys.shape[1])[None] <= positions[:, None]
     shared = jnp.where(visible[None, None, None], shared, -jnp.inf)
-    weights = jax.nn.softmax(jnp.concatenate([shared, own], axis=-1) * q.shape[-1] ** -0.5, axis=-1)
-    weights = weights.astype(values.dtype)
-    out = jnp.einsum("BKGQS,BSKH->BQKGH", weights[..., : keys.shape[1]], values, preferred_element_type=jnp.float32)
-    out += jnp.einsum(
-        "BKGQI,BQIKH->BQKGH", weights[..., keys.shape[1] :], own_values, preferred_element_type=jnp.float32
-    )
-    return out.astype(values.dtype)
+    top = jnp.max(shared, axis=-1, keepdims=True)
+    if has_branch:
+        top = jnp.maximum(top, jnp.max(own, axis=-1, keepdims=True))
+    top = lax.stop_gradient(top)
+    total, out = _weighted(shared - top, values, "BKGQS,BSKH->BKGQH")
+    if has_branch:
+        own_total, own_out = _weighted(own - top, own_values, "BKGQI,BQIKH->BKGQH")
+        total, out = total + own_total, out + own_out
+    return jnp.moveaxis(out / total, 3, 1).astype(values.dtype)
+
+
+def _weighted(logits: Array, values: Array, product: str) -> tuple[Array, Array]:
+    """(sum of weights [..., 1], weighted sum of values), both float32 and not yet divided."""
+    weights = jnp.exp(logits)
+    out = jnp.einsum(product, weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    return jnp.sum(weights, axis=-1, keepdims=True), out

@@ -124,8 +124,10 @@ def has_supervision(mask: np.ndarray) -> bool:
     return bool(np.any(mask[1:-1] & mask[2:])) if len(mask) > 2 else False
 
 
-def bucket_lengths(max_length: int) -> tuple[int, ...]:
-    """Powers of two from 128, then max_length: the few shapes for which the step is compiled."""
+def bucket_lengths(max_length: int, chosen: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The `chosen` lengths or powers of two from 128, then max_length: the shapes for which the step is compiled."""
+    if chosen is not None:
+        return (*(b for b in chosen if b < max_length), max_length)
     lengths, length = [], SMALLEST_BUCKET
     while length < max_length:
         lengths.append(length)

@@ -26,6 +26,8 @@ class DataRecipe:
     """What to train on.
 
     files: .json or .jsonl, see `train.conversations` for the formats.
+    buckets: lengths to which batches are padded, ascending; the step is compiled once for each that occurs. The default
+      is powers of two from 128, then max_length.
     overlong: sequences longer than max_length are truncated or dropped.
     changed_turns: answers that a later turn's rendering changes: rows of their own (split), unsupervised, or an error.
     template_kwargs: given to the chat template, for instance enable_thinking.
@@ -34,6 +36,7 @@ class DataRecipe:
 
     files: tuple[str, ...] = ()
     max_length: int = 2048
+    buckets: tuple[int, ...] | None = None
     overlong: Overlong = "truncate"
     changed_turns: ChangedTurns = "split"
     template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -141,6 +144,10 @@ class Recipe:
             (not self.output, "output is missing: the folder of this run"),
             (not self.data.files, "data.files is missing: .json or .jsonl files"),
             (self.data.max_length < 3, f"data.max_length={self.data.max_length} is below 3"),
+            (
+                not _ascending(self.data.buckets, self.data.max_length),
+                f"data.buckets={self.data.buckets} is not ascending",
+            ),
             (self.ttt_steps < 1, f"ttt_steps={self.ttt_steps} is below 1"),
             (not 0 < self.decay <= 1, f"decay={self.decay} is not in (0, 1]"),
             (self.batch_size < 1, f"batch_size={self.batch_size} is below 1"),
@@ -158,6 +165,10 @@ class Recipe:
     def num_steps(self, num_rows: int) -> int:
         """Optimizer steps over `num_rows` sequences."""
         return self.train_steps or max(1, round(self.epochs * num_rows / self.batch_size))
+
+
+def _ascending(buckets: tuple[int, ...] | None, last: int) -> bool:
+    return buckets is None or (list(buckets) == sorted(set(buckets)) and all(0 < b <= last for b in buckets))
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:

@@ -163,7 +163,10 @@ class _Run:
     def _loop(self, checkpoints: Checkpoints, progress: Progress) -> Loop:
         r = self.recipe
         batches = Batches(
-            self.data.rows, batch_size=r.batch_size, seed=r.seed, buckets=bucket_lengths(r.data.max_length)
+            self.data.rows,
+            batch_size=r.batch_size,
+            seed=r.seed,
+            buckets=bucket_lengths(r.data.max_length, r.data.buckets),
         )
         return Loop(
             step=make_step(self.model, self.optimizer), frozen=self.frozen, batches=batches,

@@ -133,6 +133,7 @@ def test_supervision_needs_two_tokens_after_the_first_position() -> None:
 def test_batches_pad_to_buckets() -> None:
     assert bucket_lengths(300) == (128, 256, 300)
     assert bucket_lengths(64) == (64,)
+    assert bucket_lengths(300, (100, 300)) == (100, 300) and bucket_lengths(300, ()) == (300,)
     batch = pad_rows([row(3), row(130)], bucket_lengths(300))
     assert batch.tokens.shape == (2, 256) and batch.num_tokens == 133
     assert not batch.mask[0, 3:].any() and batch.mask[1, 1:130].all() and not batch.mask[1, 130:].any()

@@ -57,6 +57,7 @@ def test_a_written_recipe_reads_back(tmp_path: Path) -> None:
         ("mesh.data=3", "batch_size=8 is not a multiple"),
         ("data.files=[]", "data.files is missing"),
         ("output=''", "output is missing"),
+        ("data.buckets=[512, 256]", "data.buckets=.* is not ascending"),
         ("ttt_steps=0", "ttt_steps=0"),
     ],
 )
