@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,8 @@ def run(graph: Any, state: Any, ids: Array, cache: Any) -> tuple[Array, ...]:
     whole = target(ids, aux_layers=(1,))
     prompt, cache = target.prefill(ids[:, :8], jnp.full(2, 8), cache)
     window, cache = target.window(ids[:, 8:], cache.commit(jnp.zeros(2, jnp.int32)))
-    return whole.hidden, whole.aux[0], target.logits(whole.hidden), jnp.concatenate([prompt.hidden, window.hidden], axis=1)
+    pieces = jnp.concatenate([prompt.hidden, window.hidden], axis=1)
+    return whole.hidden, whole.aux[0], target.logits(whole.hidden), pieces
 
 
 def outputs(target: Target, mesh: Mesh | None) -> tuple[Array, ...]:
