@@ -32,10 +32,11 @@ def show(title: str, plain: Sequence[RequestOutput], drafted: Sequence[RequestOu
     for question, without, using in zip(QUESTIONS, plain, drafted, strict=True):
         a, b = without.outputs[0], using.outputs[0]
         same = same and a.token_ids == b.token_ids
+        verdict = "the same" if a.token_ids == b.token_ids else "DIFFERENT"
         metrics = SpecMetrics.from_codes(b.codes, num_drafts)
         print(f"\n[question] {question}\n[answer]   {b.text.strip()}")
         print(
-            f"[tokens]   {'the same' if a.token_ids == b.token_ids else 'DIFFERENT'}: {len(a.token_ids)}; target passes "
+            f"[tokens]   {verdict}: {len(a.token_ids)}; target passes "
             f"{len(a.token_ids)} without the head, {metrics.num_drafts + 1} with it; "
             f"acceptance length {metrics.mean_acceptance_length:.2f}"
         )
