@@ -58,7 +58,8 @@ def drafter(config: TargetConfig, *, seed: int = 1, **changes: Any) -> Eagle3:
     base: dict[str, Any] = {
         "hidden_size": config.hidden_size, "target_hidden_size": config.hidden_size, "intermediate_size": 48,
         "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.vocab_size, "aux_layers": (0, 1, config.num_layers), "rope": RopeConfig(rotary_dim=8),
+        "draft_vocab_size": config.vocab_size, "aux_layers": (0, 1, config.num_layers),
+        "rope": RopeConfig(rotary_dim=8),
     }  # fmt: skip
     return Eagle3(DraftConfig(**{**base, **changes}), rngs=nnx.Rngs(seed))
 
