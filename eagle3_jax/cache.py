@@ -27,8 +27,8 @@ class _Replace:
 class KVPages(_Replace):
     """Keys and values of one attention layer. Rejected tokens are simply overwritten: lengths say what counts."""
 
-    keys: Array  # [num_pages, page_size, K, H]
-    values: Array  # [num_pages, page_size, K, H]
+    keys: Array  # [K, num_pages, page_size, H]
+    values: Array  # [K, num_pages, page_size, H]
 
 
 @jax.tree_util.register_dataclass
@@ -52,17 +52,23 @@ class Cache(_Replace):
     """A target's (or a drafter's) memory of B slots.
 
     `lengths` counts committed tokens. Of these the last `pending` are not yet in the recurrent states: the next pass
-    folds them in. `page_table` maps a slot's pages to the pools (the identity at first).
+    folds them in. `page_table` maps a slot's pages to the pools; while it is the identity, `contiguous` says so, and
+    attention reads the pools where they lie.
     """
 
     layers: tuple[KVPages | DeltaState, ...]
     page_table: Array  # [B, pages_per_slot] int32
     lengths: Array  # [B] int32
     pending: Array  # [B] int32, <= W
+    contiguous: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def commit(self, accepted: Array) -> Cache:
         """Accepts the first `accepted` [B] tokens of the window just passed; the others never happened."""
         return self.replace(lengths=self.lengths + accepted, pending=accepted)
+
+    def with_page_table(self, page_table: Array) -> Cache:
+        """The same pools under another table, [B, pages_per_slot] int32, which need not be the identity."""
+        return self.replace(page_table=page_table, contiguous=False)
 
     def reset(self, slots: Array) -> Cache:
         """Empties the slots where `slots` [B] is True. Keys and values need no clearing."""
@@ -109,11 +115,12 @@ def draft_cache(config: DraftConfig, slots: int, max_length: int, *, dtype: DTyp
 def _empty(layers: tuple[KVPages | DeltaState, ...], slots: int, max_length: int, page_size: int) -> Cache:
     per_slot = -(-max_length // page_size)
     table = jnp.arange(slots * per_slot, dtype=jnp.int32).reshape(slots, per_slot)
-    return Cache(layers, table, jnp.zeros((slots,), jnp.int32), jnp.zeros((slots,), jnp.int32))
+    zeros = jnp.zeros((slots,), jnp.int32)
+    return Cache(layers, table, zeros, zeros, contiguous=True)
 
 
 def _pages(slots: int, max_length: int, page_size: int, heads: int, width: int, dtype: DTypeLike) -> KVPages:
-    shape = (slots * -(-max_length // page_size), page_size, heads, width)
+    shape = (heads, slots * -(-max_length // page_size), page_size, width)
     return KVPages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 

@@ -202,7 +202,7 @@ class Target(nnx.Module):
                 return out
 
             def attend(q: Array, k: Array, v: Array) -> Array:
-                out, layers[i] = attend_pages(past, cache.page_table, positions, valid, q, k, v)
+                out, layers[i] = attend_pages(past, cache, positions, valid, q, k, v)
                 return out
 
             return layer.self_attn(h, cos_sin, attend)
@@ -225,12 +225,13 @@ class Target(nnx.Module):
 
 
 def attend_pages(
-    pages: KVPages, page_table: Array, positions: Array, valid: Array, q: Array, k: Array, v: Array
+    pages: KVPages, cache: Cache, positions: Array, valid: Array, q: Array, k: Array, v: Array
 ) -> tuple[Array, KVPages]:
-    """Writes k and v [B,T,K,H] at `positions`, then lets q see everything up to its own position."""
-    keys = write_pages(pages.keys, k, page_table, positions, valid)
-    values = write_pages(pages.values, v, page_table, positions, valid)
-    return paged_attention(q, keys, values, page_table, positions), KVPages(keys, values)
+    """Writes k and v [B,T,K,H] at `positions` of one layer's pages, then lets q see up to its own position."""
+    keys = write_pages(pages.keys, k, cache.page_table, positions, valid)
+    values = write_pages(pages.values, v, cache.page_table, positions, valid)
+    out = paged_attention(q, keys, values, cache.page_table, positions, contiguous=cache.contiguous)
+    return out, KVPages(keys, values)
 
 
 def _take(x: Array, order: Array) -> Array:

@@ -30,6 +30,10 @@ from infer.sampling import SamplingState, idle_state
 
 REASONS = {0: None, 1: "stop", 2: "length"}
 _CHUNKS = (16, 64, 256, 1024)
+_CACHE_HEADS: dict[str, dict[str, int | None]] = {  # which axis of a cache's arrays counts heads
+    "KVPages": {"keys": 0, "values": 0},
+    "DeltaState": {"state": 1, "keys": 2, "updates": 2, "log_decay": 2, "inputs": None},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,13 +291,13 @@ def _bucket(tokens: int, largest: int) -> int:
 
 def _layout(state: DecodeState, mesh: Mesh) -> Any:
     """Caches by heads over the tensor axis; everything else is small and replicated."""
-    spread = partial(axes_sharding, mesh=mesh)
+
+    def by_heads(shape: tuple[int, ...], axis: int | None) -> NamedSharding:
+        return axes_sharding(["heads" if i == axis else "replicated" for i in range(len(shape))], shape, mesh)
 
     def layer(x: KVPages | DeltaState) -> Any:
-        third, second = ("replicated", "replicated", "heads"), ("replicated", "heads")
-        axes = {"state": second, "inputs": ("replicated",)}
-        names = [field.name for field in dataclasses.fields(x)]
-        return x.replace(**{name: spread(axes.get(name, third), getattr(x, name).shape) for name in names})
+        heads = _CACHE_HEADS[type(x).__name__]
+        return x.replace(**{name: by_heads(getattr(x, name).shape, axis) for name, axis in heads.items()})
 
     def cache(x: Cache | None) -> Any:
         return None if x is None else dataclasses.replace(everywhere(x), layers=tuple(layer(y) for y in x.layers))

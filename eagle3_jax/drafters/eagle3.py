@@ -118,7 +118,7 @@ class Eagle3(nnx.Module):
         def attend(i: int, q: Array, k: Array, v: Array) -> Array:
             pages = layers[i]
             assert isinstance(pages, KVPages)
-            out, layers[i] = attend_pages(pages, cache.page_table, positions, valid, q, k, v)
+            out, layers[i] = attend_pages(pages, cache, positions, valid, q, k, v)
             return out
 
         return self.block(embeds, hidden, positions, attend), cache.replace(layers=tuple(layers))

@@ -55,7 +55,7 @@ def test_pages_in_any_order_hold_the_same_keys() -> None:
     size, per_row, kv_heads = 4, 3, 2
     q, k, v = qkv(2, 3, size * per_row, kv_heads)
     table = jnp.asarray(np.random.default_rng(2).permutation(2 * per_row).reshape(2, per_row))
-    pools = [jnp.full((2 * per_row, size, kv_heads, WIDTH), 1e3) for _ in range(2)]  # what was there before
+    pools = [jnp.full((kv_heads, 2 * per_row, size, WIDTH), 1e3) for _ in range(2)]  # what was there before
     for start in (0, 5, 7):
         at = np.arange(start, min(start + 5, 12))[None].repeat(2, axis=0)
         pools = [
@@ -68,11 +68,23 @@ def test_pages_in_any_order_hold_the_same_keys() -> None:
     assert_close(got, torch_attention(q, k, v, mask), 1e-6)
 
 
+def test_contiguous_pages_are_read_where_they_lie() -> None:
+    q, k, v = qkv(2, 3, 12, 2)
+    table = jnp.arange(6).reshape(2, 3)
+    at = np.arange(12)[None].repeat(2, axis=0)
+    pools = [
+        write_pages(jnp.zeros((2, 6, 4, WIDTH)), x, table, jnp.asarray(at), jnp.ones((2, 12), bool)) for x in (k, v)
+    ]
+    positions = jnp.asarray([[2, 3, 4], [9, 10, 11]])
+    got, want = (paged_attention(q, *pools, table, positions, contiguous=flag) for flag in (True, False))
+    assert_close(got, want, 1e-7)
+
+
 def test_only_valid_tokens_inside_the_row_are_written() -> None:
     size, table = 4, jnp.asarray([[2, 0]])
     values = jnp.ones((1, 4, 1, 1))
     positions = jnp.asarray([[0, 7, 8, -1]])  # the last two lie outside the row's two pages
-    pages = write_pages(jnp.zeros((3, size, 1, 1)), values, table, positions, jnp.ones((1, 4), bool))
-    assert np.argwhere(np.asarray(pages)[..., 0, 0]).tolist() == [[0, 3], [2, 0]]
-    untouched = write_pages(jnp.zeros((3, size, 1, 1)), values, table, positions, jnp.zeros((1, 4), bool))
+    pages = write_pages(jnp.zeros((1, 3, size, 1)), values, table, positions, jnp.ones((1, 4), bool))
+    assert np.argwhere(np.asarray(pages)[0, ..., 0]).tolist() == [[0, 3], [2, 0]]
+    untouched = write_pages(jnp.zeros((1, 3, size, 1)), values, table, positions, jnp.zeros((1, 4), bool))
     assert not np.asarray(untouched).any()

@@ -44,7 +44,7 @@ class Session:
         cache = target_cache(pair.config, SLOTS, MAX_LENGTH, window, dtype=jnp.float32, page_size=PAGE)
         # Pages lie anywhere; only the table knows.
         table = self.rng.permutation(cache.page_table.size).reshape(cache.page_table.shape).astype(np.int32)
-        self.cache = cache.replace(page_table=jnp.asarray(table))
+        self.cache = cache.with_page_table(jnp.asarray(table))
         self.seen: list[list[int]] = [[] for _ in range(SLOTS)]
         self.got: list[list[Array]] = [[] for _ in range(SLOTS)]
 
