@@ -295,7 +295,7 @@ def test_every_recipe_key_is_shown_with_its_default(tmp_path: Path) -> None:
         ("```sh\nA=1 eagle3 inspect\n```", "eagle3 inspect: the following arguments are required: folder"),
         ("```sh\neagle3 train a.yaml optimizer.rate=1\n```", "unknown recipe key optimizer.rate"),
         ("```sh\npython examples/nothing.py\n```", "no script examples/nothing.py"),
-        ("```sh\npython examples/tiny_model/answers.py a b c --cold 1\n```", "answers.py has no --cold"),
+        ("```sh\npython examples/answers.py a b c --cold 1\n```", "answers.py has no --cold"),
         ("`infer.llm.LMM`", "cannot import infer.llm.LMM"),
         ("`pallas_kernels.nothing`", "cannot import pallas_kernels.nothing"),
         ("```python\nfrom eagle3_jax import LMM\n```", "cannot import eagle3_jax.LMM"),

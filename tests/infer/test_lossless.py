@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from eagle3_jax.sharding import make_mesh
 from eagle3_jax.target import Target
 from infer.cycle import FROM_TARGET, Speculation
 from infer.params import SamplingParams
@@ -97,6 +98,16 @@ def test_alone_or_in_a_batch() -> None:
     assert same(model, tiny.answers(engine, PROMPTS, PARAMS, stop_ids=STOPS), reference("qwen3_5")) <= 1
     (alone,) = tiny.answers(engine, PROMPTS[2:3], PARAMS[2:3], stop_ids=STOPS)
     assert alone.tokens == reference("qwen3_5")[2].tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_spread_over_devices(family: str) -> None:
+    """Heads, features and experts over a mesh of four: the same text as on one device."""
+    mesh = make_mesh(tensor=2, expert=2)
+    model, head = (tiny.spread(m, mesh) for m in (family_target(family), tiny.drafter(family_target(family).config)))
+    engine = tiny.build(model, head, Speculation(3), mesh=mesh)
+    found = tiny.answers(engine, PROMPTS, PARAMS, stop_ids=STOPS)
+    assert same(family_target(family), found, reference(family)) <= 1
 
 
 def test_ends_inside_a_window() -> None:

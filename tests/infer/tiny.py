@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from eagle3_jax.config import DELTA, FULL, DraftConfig, RopeConfig, TargetConfig
 from eagle3_jax.drafters.eagle3 import Eagle3
+from eagle3_jax.sharding import param_sharding
 from eagle3_jax.target import Target
 from infer.cycle import Speculation
 from infer.engine import Engine, EngineConfig
@@ -73,7 +75,19 @@ class Answer:
     reason: str | None
 
 
-def build(model: Target, head: Eagle3 | None, how: Speculation, **sizes: Any) -> Engine:
+def spread(model: Any, mesh: Mesh) -> Any:
+    """The same model, its arrays laid out over a mesh."""
+    graph, state = nnx.split(model)
+    paths, tree = jax.tree_util.tree_flatten_with_path(state)
+    names = [[str(getattr(key, "key", getattr(key, "name", key))) for key in path] for path, _ in paths]
+    placed = [
+        jax.device_put(x, param_sharding([n for n in name if n != "value"], x.shape, mesh, model.config))
+        for name, (_, x) in zip(names, paths, strict=True)
+    ]
+    return nnx.merge(graph, jax.tree.unflatten(tree, placed))
+
+
+def build(model: Target, head: Eagle3 | None, how: Speculation, *, mesh: Mesh | None = None, **sizes: Any) -> Engine:
     """An engine of small sizes, so that slots are refilled, chunks are several and pages are crossed."""
     defaults: dict[str, Any] = {
         "max_num_seqs": 3,
@@ -82,7 +96,7 @@ def build(model: Target, head: Eagle3 | None, how: Speculation, **sizes: Any) ->
         "page_size": 8,
         "cycles_per_sync": 4,
     }
-    return Engine(model, head, EngineConfig(speculation=how, **{**defaults, **sizes}))
+    return Engine(model, head, EngineConfig(speculation=how, **{**defaults, **sizes}), mesh=mesh)
 
 
 def answers(

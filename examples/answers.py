@@ -1,6 +1,6 @@
 """Lets a model answer prompts itself, so that a draft head learns the model's own manner of writing.
 
-    python answers.py MODEL PROMPTS OUT.jsonl [--temperatures 0 0.8] [--max-tokens 256]
+    python examples/answers.py MODEL PROMPTS OUT.jsonl [--temperatures 0 0.8] [--max-tokens 256]
 
 PROMPTS is JSONL with `messages` (cut after the first user turn) or `prompt`, or an `.npz` of ready tokens (`ids`, and
 `offsets` between which each prompt lies). Prompt number i is answered at the i-th temperature of the list, around again
