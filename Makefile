@@ -10,6 +10,8 @@ JOBS ?= 2
 .PHONY: demo test lint
 .DELETE_ON_ERROR:
 
+# A demonstration of correctness, on the CPU unless told otherwise: make demo JAX_PLATFORMS=cuda
+demo: export JAX_PLATFORMS ?= cpu
 demo: $(VENV)/.installed
 	$(BIN)/python -m examples.demo
 
