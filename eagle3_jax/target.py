@@ -25,6 +25,7 @@ from eagle3_jax.layers.mlp import MLP
 from eagle3_jax.layers.moe import MoE
 from eagle3_jax.layers.norm import RMSNorm
 from eagle3_jax.layers.rope import rotation
+from eagle3_jax.segments import same_segment, segment_positions
 from pallas_kernels.attention import attention, paged_attention, write_pages
 
 
@@ -110,15 +111,17 @@ class Target(nnx.Module):
         inputs_embeds: Array | None = None,
         positions: Array | None = None,
         attention_mask: Array | None = None,
+        segment_ids: Array | None = None,
         aux_layers: Sequence[int] = (),
     ) -> TargetOutput:
         """One pass over whole sequences, without a cache.
 
         Args:
           token_ids: [B,T] int32, or instead of them inputs_embeds [B,T,D].
-          positions: [B,T], or [3,B,T] for M-RoPE; by default each row counts its own tokens from 0.
+          positions: [B,T], or [3,B,T] for M-RoPE; by default each row, or segment, counts its own tokens from 0.
           attention_mask: [B,T], False (0) on padding, which may stand left or right. Padding never reaches a real
             token; what comes out at padded places is meaningless.
+          segment_ids: [B,T] int32 of packed rows, see `eagle3_jax.segments`: every segment gives what it gives alone.
           aux_layers: boundaries to return, ascending.
         """
         if token_ids is not None and inputs_embeds is None:
@@ -128,7 +131,7 @@ class Target(nnx.Module):
         else:
             raise ValueError("give either token_ids or inputs_embeds")
         if attention_mask is None:
-            return self._uncached(x, positions, None, aux_layers)
+            return self._uncached(x, positions, None, segment_ids, aux_layers)
         # Inside, padding stands right: each row's tokens are moved to its front and back again.
         mask = attention_mask.astype(bool)
         x = jnp.where(mask[..., None], x, 0)  # a NaN in padding would pass through a product with a weight of zero
@@ -139,21 +142,32 @@ class Target(nnx.Module):
             if positions is None
             else jnp.take_along_axis(positions, front.reshape((1,) * (positions.ndim - 2) + front.shape), axis=-1)
         )
-        out = self._uncached(_take(x, front), moved, jnp.sum(mask, axis=1), aux_layers)
+        ids = None if segment_ids is None else jnp.take_along_axis(segment_ids, front, axis=1)
+        out = self._uncached(_take(x, front), moved, jnp.sum(mask, axis=1), ids, aux_layers)
         return jax.tree.map(lambda y: _take(y, back), out)
 
     def _uncached(
-        self, x: Array, positions: Array | None, num_valid: Array | None, aux_layers: Sequence[int]
+        self,
+        x: Array,
+        positions: Array | None,
+        num_valid: Array | None,
+        segment_ids: Array | None,
+        aux_layers: Sequence[int],
     ) -> TargetOutput:
         tokens = jnp.arange(x.shape[1])[None]
         valid = None if num_valid is None else tokens < num_valid[:, None]
-        cos_sin = rotation(jnp.broadcast_to(tokens, x.shape[:2]) if positions is None else positions, self.config.rope)
-        causal = jnp.tri(x.shape[1], dtype=bool)[None]
+        visible = jnp.tri(x.shape[1], dtype=bool)[None]
+        if segment_ids is not None:
+            visible = visible & same_segment(segment_ids, segment_ids)
+        if positions is None:
+            counted = jnp.broadcast_to(tokens, x.shape[:2])
+            positions = counted if segment_ids is None else segment_positions(segment_ids)
+        cos_sin = rotation(positions, self.config.rope)
 
         def mixer(i: int, layer: DecoderLayer, h: Array) -> Array:
             if self.config.layer_types[i] == DELTA:
-                return layer.linear_attn(h, valid)
-            return layer.self_attn(h, cos_sin, lambda q, k, v: attention(q, k, v, causal))
+                return layer.linear_attn(h, valid, segment_ids)
+            return layer.self_attn(h, cos_sin, lambda q, k, v: attention(q, k, v, visible))
 
         return self._decode(x, mixer, aux_layers)
 

@@ -24,8 +24,8 @@ class ShortConv(nnx.Module):
     def __init__(self, kernel: int, channels: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.weight = nnx.Param((jax.random.normal(rngs.params(), (kernel, channels)) * kernel**-0.5).astype(dtype))
 
-    def __call__(self, inputs: Array) -> Array:
-        return causal_conv(inputs, self.weight[...])
+    def __call__(self, inputs: Array, segment_ids: Array | None = None) -> Array:
+        return causal_conv(inputs, self.weight[...], segment_ids)
 
 
 class DeltaInputs(NamedTuple):
@@ -55,12 +55,12 @@ class GatedDeltaNet(nnx.Module):
         self.out_proj = Linear(config.linear_value_dim, hidden, dtype=dtype, rngs=rngs)
         self.config = config
 
-    def __call__(self, x: Array, valid: Array | None = None) -> Array:
-        """x [B,T,D] from an empty state. `valid` [B,T] is False on right padding."""
+    def __call__(self, x: Array, valid: Array | None = None, segment_ids: Array | None = None) -> Array:
+        """x [B,T,D] from an empty state. `valid` [B,T] is False on right padding; `segment_ids` [B,T] start anew."""
         qkv = self.in_proj_qkv(x)
         tail = jnp.zeros((x.shape[0], self.config.linear_conv_kernel_dim - 1, qkv.shape[-1]), qkv.dtype)
-        mixed = self._inputs(x, self.conv1d(jnp.concatenate([tail, qkv], axis=1)), valid)
-        out, _ = gated_delta.chunked(*mixed, self._zero_state(x.shape[0]))
+        mixed = self._inputs(x, self.conv1d(jnp.concatenate([tail, qkv], axis=1), segment_ids), valid)
+        out, _ = gated_delta.chunked(*mixed, self._zero_state(x.shape[0]), segment_ids=segment_ids)
         return self._finish(x, out)
 
     def prefill(

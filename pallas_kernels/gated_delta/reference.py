@@ -5,6 +5,11 @@ Shapes: q, k [B,T,K,M]; v [B,T,K*R,P]; g (log decay, <= 0) and beta [B,T,K*R]; s
 L2-normed, queries scaled. Everything is computed in float32 at precision HIGHEST. A token with g = 0 and beta = 0 is
 inert: that is what padding is.
 
+Packed rows: segment_ids [B,T] int32 say which sequence each token is of, equal ids being neighbours. A token whose id
+is not the one before it starts from a zero state; `state` is what the first token's segment starts from, and the state
+returned is the last token's. Across a border terms are masked: a large negative decay would do the same, but would
+drown the small ones that are summed with it.
+
     S_t = e^{g_t} S_{t-1} + k_t u_t^T,  u_t = beta_t (v_t - e^{g_t} S_{t-1}^T k_t),  o_t = S_t^T q_t
 
 With G_t the running sum of g inside a chunk that starts from S0, the u of a chunk solve a unit triangular system:
@@ -26,39 +31,44 @@ from jax import Array
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def recurrent(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> tuple[Array, Array]:
+def recurrent(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *, segment_ids: Array | None = None
+) -> tuple[Array, Array]:
     """Token by token. Returns outputs [B,T,K*R,P] and the final state, float32."""
     repeats = v.shape[2] // k.shape[2]
     q, k = (jnp.repeat(x, repeats, axis=2) for x in (q, k))
+    ids = jnp.zeros(k.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+    starts = jnp.pad(ids[:, 1:] != ids[:, :-1], [(0, 0), (1, 0)])
 
     def step(s: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
-        q_t, k_t, v_t, g_t, beta_t = token
-        s = s * jnp.exp(g_t)[..., None, None]
+        q_t, k_t, v_t, g_t, beta_t, start_t = token
+        s = jnp.where(start_t[:, None, None, None], 0.0, s * jnp.exp(g_t)[..., None, None])
         u_t = beta_t[..., None] * (v_t - _einsum("BKMP,BKM->BKP", s, k_t))
         s = s + k_t[..., :, None] * u_t[..., None, :]
         return s, _einsum("BKMP,BKM->BKP", s, q_t)
 
     tokens = tuple(jnp.moveaxis(x.astype(jnp.float32), 1, 0) for x in (q, k, v, g, beta))
-    state, out = jax.lax.scan(step, state.astype(jnp.float32), tokens)
+    state, out = jax.lax.scan(step, state.astype(jnp.float32), (*tokens, starts.T))
     return jnp.moveaxis(out, 0, 1), state
 
 
 def chunked(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *, chunk: int = 64
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *, segment_ids: Array | None = None,
+    chunk: int = 64,
+) -> tuple[Array, Array]:  # fmt: skip
     """The same outputs and final state as `recurrent`, a chunk of tokens at a time; differentiable."""
     batch, tokens, key_heads, _ = k.shape
     size = min(chunk, _next_power_of_two(tokens))
     chunks = -(-tokens // size)
-    split = [_pad(x, chunks * size).reshape(batch, chunks, size, *x.shape[2:]) for x in (q, k, v, g, beta)]
-    parts = jax.vmap(_prepare, in_axes=1)(*split)
+    split = (_pad(x, chunks * size).reshape(batch, chunks, size, *x.shape[2:]) for x in (q, k, v, g, beta))
+    borders = None if segment_ids is None else _borders(segment_ids, chunks, size)
+    parts = jax.vmap(_prepare, in_axes=1)(borders, *split)
     grouped = _group_state(state, key_heads)
 
     def step(s: Array, part: _Chunk) -> tuple[Array, Array]:
         updates, out = _apply(part, s)
         added = _einsum("BCKM,BCKR,BCKRP->BKRMP", part.k, part.to_end, updates)
-        s = s * jnp.exp(part.total[:, -1])[..., None, None] + added
-        return s, out
+        return s * part.from_start[:, -1][..., None, None] + added, out
 
     grouped, out = jax.lax.scan(step, grouped, parts)
     out = jnp.moveaxis(out, 0, 1).reshape(batch, chunks * size, *v.shape[2:])
@@ -72,7 +82,7 @@ def window(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) ->
     any prefix of the window.
     """
     tokens = k.shape[1]
-    part = _prepare(*(_pad(x, _next_power_of_two(tokens)) for x in (q, k, v, g, beta)))
+    part = _prepare(None, *(_pad(x, _next_power_of_two(tokens)) for x in (q, k, v, g, beta)))
     updates, out = _apply(part, _group_state(state, k.shape[2]))
     flat = [x.reshape(*x.shape[:2], v.shape[2], -1)[:, :tokens] for x in (out, updates)]
     return flat[0], flat[1]
@@ -106,26 +116,44 @@ class _Chunk(NamedTuple):
 
     q: Array  # [B,C,K,M]
     k: Array  # [B,C,K,M]
-    total: Array  # [B,C,K,R] running log decay G
-    to_end: Array  # [B,C,K,R] decay from after each token to the chunk's end
+    from_start: Array  # [B,C,K,R] e^G, the decay of S0 up to each token; 0 if S0 is another segment's
+    to_end: Array  # [B,C,K,R] decay from after each token to the chunk's end; 0 if another segment ends the chunk
     scores: Array  # [B,K,R,C,C] (q_i.k_j) e^{G_i-G_j}, j <= i
     own: Array  # [B,C,K,R,P] the solved updates for S0 = 0
     read: Array  # [B,C,K,R,M] what the solved updates take from S0
 
 
-def _prepare(q: Array, k: Array, v: Array, g: Array, beta: Array) -> _Chunk:
+class _Borders(NamedTuple):
+    """Where segments lie in a chunk, or with another axis after B in every chunk."""
+
+    ids: Array  # [B,C] of the tokens
+    before: Array  # [B] of S0
+
+
+def _borders(segment_ids: Array, chunks: int, size: int) -> _Borders:
+    """What fills up the last chunk belongs to the last segment, whose state it leaves as it is."""
+    padding = chunks * size - segment_ids.shape[1]
+    ids = jnp.pad(segment_ids, [(0, 0), (0, padding)], mode="edge").reshape(-1, chunks, size)
+    return _Borders(ids, jnp.concatenate([ids[:, :1, 0], ids[:, :-1, -1]], axis=1))
+
+
+def _prepare(borders: _Borders | None, q: Array, k: Array, v: Array, g: Array, beta: Array) -> _Chunk:
     batch, size, key_heads, _ = k.shape
     q, k, v, g, beta = (x.astype(jnp.float32) for x in (q, k, v, g, beta))
     v = v.reshape(batch, size, key_heads, -1, v.shape[-1])
     g, beta = (x.reshape(batch, size, key_heads, -1) for x in (g, beta))
     decay = jnp.exp(_segment_sums(jnp.moveaxis(g, 1, -1)))
+    from_start = jnp.exp(jnp.cumsum(g, axis=1))
+    if borders is not None:
+        same = borders.ids[:, :, None] == borders.ids[:, None, :]
+        decay = jnp.where(same[:, None, None], decay, 0.0)
+        from_start = jnp.where((borders.ids == borders.before[:, None])[..., None, None], from_start, 0.0)
     scores = _einsum("BIKM,BJKM->BKIJ", q, k)[:, :, None] * decay
     system = _einsum("BIKM,BJKM->BKIJ", k, k)[:, :, None] * decay * jnp.moveaxis(beta, 1, -1)[..., None]
     inverse = unit_lower_inverse(jnp.where(jnp.tri(size, k=-1, dtype=bool), system, 0.0))
     own = _einsum("BKRIJ,BJKRP->BIKRP", inverse, beta[..., None] * v)
-    total = jnp.cumsum(g, axis=1)
-    read = _einsum("BKRIJ,BJKRM->BIKRM", inverse, (beta * jnp.exp(total))[..., None] * k[:, :, :, None])
-    return _Chunk(q, k, total, jnp.moveaxis(decay[..., -1, :], -1, 1), scores, own, read)
+    read = _einsum("BKRIJ,BJKRM->BIKRM", inverse, (beta * from_start)[..., None] * k[:, :, :, None])
+    return _Chunk(q, k, from_start, jnp.moveaxis(decay[..., -1, :], -1, 1), scores, own, read)
 
 
 def _segment_sums(g: Array) -> Array:
@@ -143,7 +171,7 @@ def _segment_sums(g: Array) -> Array:
 def _apply(part: _Chunk, state: Array) -> tuple[Array, Array]:
     """Updates and outputs [B,C,K,R,P] of a chunk that starts from `state` [B,K,R,M,P]."""
     updates = part.own - _einsum("BCKRM,BKRMP->BCKRP", part.read, state)
-    out = jnp.exp(part.total)[..., None] * _einsum("BCKM,BKRMP->BCKRP", part.q, state)
+    out = part.from_start[..., None] * _einsum("BCKM,BKRMP->BCKRP", part.q, state)
     return updates, out + _einsum("BKRIJ,BJKRP->BIKRP", part.scores, updates)
 
 

@@ -50,3 +50,19 @@ def test_gradient_as_torch() -> None:
     got = jax.grad(loss, argnums=(0, 1))(jnp.asarray(inputs), jnp.asarray(weight))
     assert_close(got[0], x.grad, 1e-5)
     assert_close(got[1], w.grad, 1e-5)
+
+
+@pytest.mark.parametrize("taps", [1, 2, 4])
+def test_packed_segments_as_each_alone(taps: int) -> None:
+    rng = np.random.default_rng(0)
+    lengths = [2, 1, 5, 1, 3, 8]
+    ids = np.tile(np.repeat(np.arange(6, dtype=np.int32), lengths), (2, 1))
+    inputs = rng.normal(size=(2, taps - 1 + 20, 6)).astype(np.float32)
+    weight = jnp.asarray(rng.normal(size=(taps, 6)), jnp.float32)
+    got, start = causal_conv(jnp.asarray(inputs), weight, jnp.asarray(ids)), 0
+    for i, length in enumerate(lengths):
+        own = inputs[:, taps - 1 + start : taps - 1 + start + length]
+        history = inputs[:, : taps - 1] if i == 0 else np.zeros_like(inputs[:, : taps - 1])
+        alone = causal_conv(jnp.concatenate([history, own], axis=1), weight)
+        assert_close(got[:, start : start + length], alone, 1e-6)
+        start += length

@@ -225,3 +225,48 @@ def test_unit_lower_inverse(size: int) -> None:
         assert_close(g, w, 1e-5)
     # All ones: the inverse is 1 on the diagonal and -1 below it, exactly.
     assert np.array_equal(np.asarray(got)[0], np.eye(size) - np.eye(size, k=-1))
+
+
+SEGMENTS = {
+    "borders of chunks": [64, 64, 22],
+    "beside them": [63, 2, 64, 21],
+    "single tokens": [1, 1, 62, 1, 1, 84],
+    "one": [150],
+    "short": [3, 5, 2, 40, 7, 1, 30, 62],
+}
+
+
+def ids_of(lengths: list[int]) -> Array:
+    return np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_segments_as_each_alone(kind: str) -> None:
+    """A row for each way of cutting 150 tokens; the first segment goes on from the state, the others start at zero."""
+    ids = np.stack([ids_of(lengths) for lengths in SEGMENTS.values()])
+    x, state = make(kind, len(ids), 150), make_state(len(ids))
+    want, last = np.zeros(x.v.shape), np.zeros(state.shape)
+    for row, lengths in enumerate(SEGMENTS.values()):
+        ends = np.cumsum(lengths)
+        for i, (start, end) in enumerate(zip(ends - lengths, ends, strict=True)):
+            begun = state[row : row + 1] if i == 0 else np.zeros_like(state[:1])
+            out, states = in_float64(x.part((slice(row, row + 1), slice(start, end))), begun)
+            want[row, start:end], last[row] = out[0], states[0, -1]
+    for form in (fast_chunked, fast_recurrent):
+        got, final = form(*x, state, segment_ids=ids)
+        for row, name in enumerate(SEGMENTS):
+            assert_close(got[row], want[row], 1e-5, name)
+            assert_close(final[row], last[row], 1e-5, name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_across_packed_segments(kind: str) -> None:
+    ids = np.stack([ids_of([64, 1, 5]), ids_of([30, 35, 5])])
+    args, weights = (*make(kind, 2, 70), make_state(2)), (make(kind, 2, 70, seed=1).v, make_state(2, seed=1))
+
+    def loss(form: Any, args: Any) -> jax.Array:
+        return sum(jnp.vdot(w, y) for w, y in zip(weights, form(*args, segment_ids=ids), strict=True))
+
+    got, want = (quick_jit(jax.grad(functools.partial(loss, form)))(args) for form in (chunked, recurrent))
+    for name, a, b in zip((*Inputs._fields, "state"), got, want, strict=True):
+        assert_close(a, b, 1e-5, name)
