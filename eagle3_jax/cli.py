@@ -32,6 +32,7 @@ COMMANDS = {
     "generate": Command("infer.generate_cli", "write text from prompts, with or without a drafter"),
     "bench": Command("infer.bench_cli", "measure acceptance length and tokens per second on a set of prompts"),
     "train": Command("train.cli", "train a draft head from a recipe"),
+    "convert": Command("eagle3_jax.convert", "bring a draft head from any published format into any other"),
     "inspect": Command("eagle3_jax.inspect", "describe a model or drafter folder without loading its weights"),
     "check": Command("eagle3_jax.check", "compare a target with transformers, layer by layer"),
 }

@@ -12,17 +12,16 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from eagle3_jax.checkpoint.draft_formats import FLAGS, DraftFolder, boundaries, describe, draft_config
-from eagle3_jax.checkpoint.drafter import EMBEDDING, TABLES
 from eagle3_jax.checkpoint.fill import make_plan
+from eagle3_jax.checkpoint.formats.head import EMBEDDING, FLAGS
+from eagle3_jax.checkpoint.formats.read import Findings, examine
+from eagle3_jax.checkpoint.formats.tensors import Rows, embedding_note, stored_shapes
 from eagle3_jax.checkpoint.hf import NamedTensors, is_drafter, name_tensors, parameters_of, read_config, size
-from eagle3_jax.checkpoint.layout import EVERY_FAMILY, Parameter, rules_for
+from eagle3_jax.checkpoint.layout import Parameter, rules_for
 from eagle3_jax.checkpoint.problems import CheckpointError
 from eagle3_jax.checkpoint.source import Source, has_weights, open_source, read_json, resolve
 from eagle3_jax.checkpoint.stop_ids import stop_ids
-from eagle3_jax.checkpoint.vocab_map import read_vocab_map
 from eagle3_jax.config import DELTA, FULL, TargetConfig, default_aux_layers
-from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.errors import ConfigError
 from eagle3_jax.precision import ALWAYS_FLOAT32
 from eagle3_jax.target import Target
@@ -44,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     raw = read_json(folder, "config.json", required=True)
     source = open_source(folder) if has_weights(folder) else None
     if is_drafter(raw):
-        lines, problems = inspect_drafter(folder, raw, source, _target_config(args.target))
+        target, embed = target_of(args.target)
+        lines, problems = inspect_drafter(folder, raw, source, target, embed)
     else:
         lines, problems = inspect_target(folder, raw, source)
     width = max(len(label) for label, _ in lines)
@@ -54,11 +54,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _target_config(path_or_id: str | None) -> TargetConfig | None:
+def target_of(path_or_id: str | None) -> tuple[TargetConfig | None, Rows | None]:
+    """The config of a target and, where its weights are here, its embedding, still in its file."""
     if path_or_id is None:
-        return None
+        return None, None
     folder = resolve(path_or_id, weights=False)
-    return read_config(read_json(folder, "config.json", required=True), folder)
+    config = read_config(read_json(folder, "config.json", required=True), folder)
+    if not has_weights(folder):
+        return config, None
+    info = name_tensors(open_source(folder), config).tensors.get(EMBEDDING)
+    return config, None if info is None else info.read()
 
 
 def inspect_target(folder: Path, raw: Mapping[str, Any], source: Source | None) -> tuple[list[Line], list[str]]:
@@ -172,74 +177,77 @@ def count(number: int) -> str:
 
 
 def inspect_drafter(
-    folder: Path, raw: Mapping[str, Any], source: Source | None, target: TargetConfig | None
+    folder: Path, raw: Mapping[str, Any], source: Source | None, target: TargetConfig | None, embed: Rows | None = None
 ) -> tuple[list[Line], list[str]]:
-    """Lines that describe a drafter, and what is wrong with it; with a target, its tensors are checked too."""
-    found = describe(raw, source or ())
-    layer = found.layer
+    """Lines that describe a drafter, and what is wrong with it; with a target, the two are compared."""
+    found = examine(raw, source, target)
+    config, sections = found.fields.config, found.sections
+    layer = sections.layer
     heads = layer.get("num_attention_heads") or 0
     lines = [
-        ("drafter", f"{found.format} format: {found.why}"),
+        ("drafter", f"{found.format.name} format: {found.why}"),
         ("layers", f"{layer.get('num_hidden_layers') or 1}, width {layer.get('hidden_size')}"),
         ("attention", f"{heads} heads, {layer.get('num_key_value_heads') or heads} for keys and values"),
         ("feed-forward", f"width {layer.get('hidden_size')} -> {layer.get('intermediate_size')}"),
-        ("flags", ", ".join(flag for flag in FLAGS if found.flag(flag)) or "none"),
-        ("aux layers", _aux(found, target)),
+        ("flags", ", ".join(flag for flag in FLAGS if sections.flags[flag]) or "none"),
+        ("aux layers", aux_line(found)),
         ("vocabulary", _vocabulary(found)),
-        ("context", f"{layer.get('max_position_embeddings')} tokens"),
+        ("context", _context(found)),
         ("files", _drafter_files(found, source)),
     ]
-    problems = list(found.problems) if source is not None else []
-    if target is None or found.foreign:
-        return lines, problems
-    config, more, notes = draft_config(found, target)
-    problems += more
-    if config is not None and source is not None:
-        parameters = parameters_of(nnx.split(nnx.eval_shape(lambda: Eagle3(config, rngs=nnx.Rngs(0))))[1])
-        kept = {n: t for n, t in found.tensors.items() if n not in TABLES and (n != EMBEDDING or config.own_embedding)}
-        problems += make_plan(parameters, kept, EVERY_FAMILY, found.full_name).problems
-        lines += [("parameters", _parameters_of_head(parameters)), ("memory", memory(parameters))]
-    return [*lines, *[("note", note) for note in notes]], list(dict.fromkeys(problems))
+    if config is not None:
+        sizes = stored_shapes(config, embedding=config.own_embedding, tied=found.tied).values()
+        elements = sum(math.prod(shape) for shape in sizes)
+        lines += [("parameters", count(elements)), ("memory", _head_memory(elements))]
+    if found.origin is not None and found.origin.format != found.format.name:
+        lines.append(("converted from", f"{found.origin.format} format, aux ids {found.origin.aux_ids}"))
+    warnings = list(found.warnings)
+    if sections.unknown and not found.problems:
+        warnings.append(f"config.json has keys that are not known here: {', '.join(sections.unknown)}")
+    if EMBEDDING in found.tensors and not found.problems and embed is not None:
+        text, _ = embedding_note(found.tensors[EMBEDDING], embed)
+        warnings += [text] if text else []
+    notes = [("note", text) for text in (found.notes if config is not None else [])]
+    return [*lines, *[("warning", text) for text in warnings], *notes], found.problems
 
 
-def _parameters_of_head(parameters: Sequence[Parameter]) -> str:
-    return count(sum(math.prod(p.shape) for p in parameters))
+def _head_memory(elements: int) -> str:
+    return f"bfloat16 {size(2 * elements)}, float32 {size(4 * elements)}"
 
 
-def _aux(found: DraftFolder, target: TargetConfig | None) -> str:
-    meaning = "boundaries" if found.aux_offset == 0 else "layer outputs"
-    if found.aux_ids is None:
-        if target is None:
-            return "not in config.json: the default boundaries (2, L//2, L-3) of its target of L layers"
-        return f"not in config.json: {_default_aux(target.num_layers)}"
-    ids = [i + found.aux_offset for i in found.aux_ids]
-    text = f"boundaries {ids}; config.json has {list(found.aux_ids)}, which are {meaning} in this format"
-    if target is None:
-        return text
-    try:
-        boundaries(found, target)
-    except ConfigError as error:
-        return f"{text}; {error}"
-    return text
+def aux_line(found: Findings) -> str:
+    """The boundaries, and how they follow from what config.json has."""
+    ids, boundaries = found.sections.aux_ids, found.fields.aux_layers
+    if ids is None and boundaries is None:
+        return "not in config.json: the default boundaries (2, L//2, L-3) of its target of L layers"
+    if ids is None:
+        return f"not in config.json: {list(boundaries or ())} by default (boundaries: what enters a layer)"
+    meaning = "boundaries" if found.sections.convention == "boundary" else "layer outputs"
+    shown = "not usable" if boundaries is None else f"boundaries {list(boundaries)}"
+    return f"{shown}; config.json has {list(ids)}, which are {meaning} in this format"
 
 
-def _vocabulary(found: DraftFolder) -> str:
-    total = found.layer.get("vocab_size") or 0
-    rows = found.tensors.get("lm_head.weight")
-    draft = found.raw.get("draft_vocab_size") or (rows.shape[0] if rows else total)
-    text = f"{draft} of {total} tokens"
-    if "d2t" not in found.tensors:
+def _vocabulary(found: Findings) -> str:
+    config, mapping = found.fields.config, found.vocab
+    if config is None:
+        return f"{found.sections.draft_vocab_size} of {found.sections.layer.get('vocab_size')} tokens"
+    text = f"{config.draft_vocab_size} of {config.vocab_size} tokens"
+    if mapping is None or "d2t" not in found.tensors:
         return f"{text}, no d2t"
-    d2t, t2d = (found.tensors[name].read() if name in found.tensors else None for name in TABLES)
-    mapping = read_vocab_map(d2t, t2d, draft, total)
     if mapping.problems:
         return f"{text}: {'; '.join(mapping.problems)}"
     ids = np.asarray(mapping.targets)
-    checked = "checked with t2d" if t2d is not None else "no t2d"
+    checked = "checked with t2d" if "t2d" in found.tensors else "no t2d"
     return f"{text}, d2t holds {mapping.how} ids from {ids.min()} to {ids.max()}, {checked}"
 
 
-def _drafter_files(found: DraftFolder, source: Source | None) -> str:
+def _context(found: Findings) -> str:
+    config = found.fields.config
+    tokens = f"{found.sections.layer.get('max_position_embeddings')} tokens"
+    return tokens if config is None else f"{tokens}, rope theta {config.rope.theta:g} ({config.rope.scaling})"
+
+
+def _drafter_files(found: Findings, source: Source | None) -> str:
     if source is None:
         return "no weights here"
     embedding = "with" if EMBEDDING in found.tensors else "without"

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from eagle3_jax.checkpoint.fill import fill, make_plan, to_device
+from eagle3_jax.checkpoint.formats.keys import architectures
 from eagle3_jax.checkpoint.layout import Parameter, rules_for
 from eagle3_jax.checkpoint.problems import CheckpointError
 from eagle3_jax.checkpoint.safetensors_file import TensorInfo
@@ -199,11 +200,13 @@ def cut(config: TargetConfig, num_layers: int | None) -> TargetConfig:
 
 def is_drafter(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of a drafter of any kind."""
-    keys = ("speculators_model_type", "speculators_config", "eagle_config", "draft_vocab_size", "dflash_config")
-    return any(key in raw for key in keys) or any("Eagle" in name for name in raw.get("architectures") or ())
+    keys = ("speculators_config", "transformer_layer_config", "eagle_config", "draft_vocab_size", "dflash_config")
+    return any(key in raw for key in ("speculators_model_type", *keys)) or any(
+        "Eagle" in name for name in architectures(raw)
+    )
 
 
-def resolve_dtype(dtype: Any, raw: Mapping[str, Any], source: Source) -> Any:
+def resolve_dtype(dtype: Any, raw: Mapping[str, Any], source: Iterable[TensorInfo]) -> Any:
     """The dtype asked for; "auto" is the config's, or that of the largest tensor when the config names none."""
     if dtype != "auto":
         return parse_dtype(dtype)

@@ -16,7 +16,7 @@ import torch
 from flax import nnx
 
 from eagle3_jax.checkpoint import CheckpointError, LoadedDrafter, load_drafter, load_target, save_specforge
-from eagle3_jax.checkpoint.draft_formats import describe
+from eagle3_jax.checkpoint.formats import examine
 from eagle3_jax.checkpoint.safetensors_file import Outgoing, write_file
 from eagle3_jax.checkpoint.source import SINGLE, open_source, read_json
 from eagle3_jax.checkpoint.vocab_map import as_offsets, read_vocab_map
@@ -156,7 +156,7 @@ def test_eagle_3_1_flags_and_later_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"architectures": ["Eagle3LlamaForCausalLM"]}, "specforge"),
+        ({"architectures": ["Eagle3LlamaForCausalLM"]}, "angelslim"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "specforge"),
         ({"architectures": ["LlamaForCausalLM"], "eagle_config": {}}, "specforge"),
         ({"architectures": ["LlamaForCausalLM"]}, "eagle"),
@@ -164,8 +164,8 @@ def test_eagle_3_1_flags_and_later_layers(tmp_path: Path) -> None:
     ],
 )
 def test_recognition_says_why(config: dict[str, Any], expected: str, tmp_path: Path) -> None:
-    found = describe(config, open_source(write(tmp_path, config, head_tensors())))
-    assert found.format == expected and found.why
+    found = examine(config, open_source(write(tmp_path, config, head_tensors())))
+    assert found.format.name == expected and found.why
 
 
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:

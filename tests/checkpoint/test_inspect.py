@@ -98,7 +98,8 @@ def test_problems_follow_the_description(checkpoint: Folder, tmp_path: Path, cap
 
 
 def test_specforge(tmp_path: Path, capsys: Capture) -> None:
-    lines = inspect(capsys, write(tmp_path, SPECFORGE | {"fc_norm": True}, head_tensors()))
+    norms = {f"fc_norm.{i}.weight": np.ones(D, np.float32) for i in range(3)}
+    lines = inspect(capsys, write(tmp_path, SPECFORGE | {"fc_norm": True}, head_tensors() | norms))
     assert lines["drafter"] == "specforge format: config.json has eagle_config" and lines["flags"] == "fc_norm"
     assert (
         lines["aux layers"] == "boundaries [1, 4, 8]; config.json has [0, 3, 7], which are layer outputs in this format"
