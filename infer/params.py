@@ -95,6 +95,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_numbers()
+        for name in ("n", "top_k", "seed", "max_tokens", "min_tokens"):  # 32 bits of numpy do not hold a seed
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, int(value))
         self._check_flags()
         self._set_stops()
         self._check_together()

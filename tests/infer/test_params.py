@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from infer.params import UNSUPPORTED, SamplingParams
+from infer.sampling import request_key
 
 
 def test_defaults_are_vllms() -> None:
@@ -24,6 +25,13 @@ def test_values_are_normalised_and_hashable() -> None:
     params = SamplingParams(stop="a", stop_token_ids=[np.int32(3), 4], max_tokens=None, top_k=-1)
     assert params.stop_strings == ("a",) and params.stop_token_ids == (3, 4)
     assert hash(params) == hash(SamplingParams(stop=["a"], stop_token_ids=(3, 4), max_tokens=None, top_k=-1))
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint8, np.int64, np.uint64])
+def test_a_seed_is_as_good_from_numpy(kind: type[np.integer]) -> None:
+    params = SamplingParams(seed=kind(5))  # type: ignore[arg-type]
+    keys = [request_key(engine_seed=0, request_index=0, seed=seed) for seed in (params.seed, 5)]
+    np.testing.assert_array_equal(*keys)
 
 
 def test_survives_replace_copy_and_pickle() -> None:
