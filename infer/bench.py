@@ -44,8 +44,16 @@ def encode(llm: LLM, conversations: Sequence[Conversation], *, raw: bool) -> lis
 
 
 def timed_run(llm: LLM, prompts: Sequence[Mapping[str, Any]], params: Sequence[SamplingParams]) -> TimedRun:
-    """Continues the prompts twice: two tokens each, which compiles every program, and then in full, timed."""
-    llm.generate(prompts, [dataclasses.replace(one, max_tokens=2) for one in params], use_tqdm=False)
+    """Continues the prompts twice: two tokens each, which compiles every program, and then in full, timed.
+
+    Prompts are let in by groups, and the longest of a group says which lengths of chunk are needed. Groups fall out
+    differently in the timed run, so one prompt of each kind also goes first alone.
+    """
+    brief = [dataclasses.replace(one, max_tokens=2, ignore_eos=True) for one in params]
+    llm.generate(prompts, brief, use_tqdm=False)
+    kinds = {frozenset(llm.prefill_chunks(len(one["prompt_token_ids"]))): i for i, one in enumerate(prompts)}
+    for i in kinds.values():
+        llm.generate([prompts[i]], brief[i], use_tqdm=False)
     started = time.perf_counter()
     outputs = llm.generate(prompts, params)
     return TimedRun(outputs, time.perf_counter() - started)

@@ -176,12 +176,16 @@ class Engine:
         for i, request in batch.items():
             self._slots[i] = _Slot(request.request_id, len(request.token_ids))
         self._state = self._admit(self._state, *_rows(batch, self.config, self._state.tokens.shape))
-        left = max(len(request.token_ids) for request in batch.values())
-        while left > 0:
-            chunk = _bucket(left, self.config.prefill_chunk)
+        for chunk in self.prefill_chunks(max(len(request.token_ids) for request in batch.values())):
             self._state = self._prefill(self._leaves, self._state, chunk)
-            left -= chunk
         return True
+
+    def prefill_chunks(self, tokens: int) -> list[int]:
+        """Lengths of the passes that take in prompts of up to `tokens`: a program is compiled for each length."""
+        chunks = []
+        while (left := tokens - sum(chunks)) > 0:
+            chunks.append(_bucket(left, self.config.prefill_chunk))
+        return chunks
 
     def _collect(self) -> list[SlotUpdate]:
         s = self._state

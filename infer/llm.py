@@ -139,6 +139,10 @@ class LLM:
         """What the target computes in: "float32" or "bfloat16"."""
         return str(_dtype_of(self.target))
 
+    def prefill_chunks(self, num_tokens: int) -> list[int]:
+        """Lengths of the passes that take in a prompt: a program is compiled for each length that occurs."""
+        return self._engine.prefill_chunks(num_tokens)
+
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer. Raises UserError when none was loaded."""
         if self._tokenizer is None:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from eagle3_jax import cli
 from eagle3_jax.errors import UserError
 from infer import LLM, SamplingParams
-from infer.bench import Acceptance, Agreement, loop_end
+from infer.bench import Acceptance, Agreement, loop_end, timed_run
 from infer.bench_data import BUILT_IN, read_conversations
 from infer.generate_cli import read_prompt
 from infer.outputs import CompletionOutput
 from tests.infer.conftest import Folders
-from tests.infer.models import TOKENIZER
+from tests.infer.models import STOP_ID, TOKENIZER, make_target
 
 SMALL = ["--max-model-len", "128"]
 
@@ -180,6 +182,25 @@ def test_bench_without_a_drafter(folders: Folders, capsys: pytest.CaptureFixture
     lines, figures = bench(folders, capsys, "--num-spec-tokens", "0", "--num-prompts", "1", "--output-len", "4")
     assert figures["num_drafts"] == 0 and figures["mean_acceptance_length"] == 1.0
     assert not any("with the drafter" in line or "agreement" in line for line in lines)
+
+
+def test_nothing_is_compiled_while_the_clock_runs(caplog: pytest.LogCaptureFixture) -> None:
+    """In the first run every group has a long prompt; in the timed one short prompts are let in by themselves."""
+    llm = LLM.from_models(make_target(), tokenizer=TOKENIZER, stop_ids=[STOP_ID], max_num_seqs=4, max_model_len=128)
+    prompts = [{"prompt_token_ids": [5] * (90 if i % 4 == 0 else 9)} for i in range(12)]
+    params = [SamplingParams(seed=i, max_tokens=10 + 5 * i, ignore_eos=True) for i in range(12)]
+    compiled: list[int] = []
+
+    def generate(*arguments: Any, **keywords: Any) -> Any:
+        caplog.clear()
+        outputs = LLM.generate(llm, *arguments, **keywords)
+        compiled.append(sum("Finished XLA compilation" in record.getMessage() for record in caplog.records))
+        return outputs
+
+    llm.generate = generate  # type: ignore[method-assign]
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        timed_run(llm, prompts, params)
+    assert compiled[0] > 0 and compiled[-1] == 0
 
 
 ROWS = [
