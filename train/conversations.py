@@ -4,19 +4,18 @@
 {"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}                  OpenAI, Hugging Face
 {"prompt": text or messages, "response": text}                                       prompt and answer
 {"input_ids": [...], "loss_mask": [...]}                                             tokenised elsewhere
+
+Prompts, of which only the question is used, may also be {"turns": [text, ...]} or {"question": text}.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-
-from eagle3_jax.errors import UserError
 
 Message = Mapping[str, Any]
 
@@ -31,6 +30,7 @@ _SHAREGPT_ROLES = {
     "system": "system",
     "tool": "tool",
     "observation": "tool",
+    "function_call": "assistant",
 }
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -55,46 +55,71 @@ class Row:
     mask: np.ndarray
 
 
-def read_records(path: Path) -> Iterator[Any]:
-    """Yields the objects of a .jsonl file (one a line) or a .json file (one list); a line that is not JSON is a BadRow.
-
-    Raises:
-      UserError: the file is neither, is absent, or does not hold a list.
-    """
-    if not path.is_file():
-        raise UserError(f"{path}: no such data file")
-    if path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as lines:
-            yield from (_parse_line(line) for line in lines if line.strip())
-    elif path.suffix == ".json":
-        records = _parse_line(path.read_text(encoding="utf-8"))
-        if not isinstance(records, list):
-            raise UserError(f"{path}: not a JSON list of rows (JSON lines need the suffix .jsonl)")
-        yield from records
-    else:
-        raise UserError(f"{path}: data files are .json or .jsonl, not {path.suffix or 'without a suffix'}")
-
-
-def _parse_line(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        return BadRow("not JSON")
-
-
 def parse_record(record: Any) -> Conversation | Row:
-    """Reads one record by the keys it has.
+    """Reads one record by the keys it has; a Row is one already.
 
     Raises:
       BadRow: no known keys, or malformed ones.
     """
+    if isinstance(record, Row):
+        return record
+    found = _object(record)
+    if "input_ids" in found:
+        return _tokenised(found)
+    return _trimmed(_messages(found), _tools(found))
+
+
+def parse_prompt(record: Any) -> Conversation | np.ndarray:
+    """What is to be answered: the messages up to the first user turn, or [T] int32 up to the first supervised token.
+
+    Raises:
+      BadRow: no known keys, malformed ones, or no question.
+    """
+    if not isinstance(record, Row) and "input_ids" in _object(record):
+        record = _tokenised({"loss_mask": [0] * len(_object(record)["input_ids"]), **_object(record)})
+    if isinstance(record, Row):
+        return record.tokens[: int(np.argmax(record.mask)) if record.mask.any() else None]
+    messages = _question(_object(record))
+    asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
+    if asked is None:
+        raise BadRow("no user turn")
+    kept = [m for m in messages[: asked + 1] if m["role"] != "assistant"]
+    return Conversation(tuple(kept), _tools(_object(record)))
+
+
+def _question(record: Mapping[str, Any]) -> list[Message]:
+    turns = record.get("turns")
+    text = turns[0] if isinstance(turns, list) and turns else record.get("question")
+    if text and isinstance(text, str):
+        return _prompt_messages(text)
+    if record.get("prompt") and not record.get("messages") and not record.get("conversations"):
+        return _prompt_messages(record["prompt"])
+    return _messages(record)
+
+
+def _object(record: Any) -> Mapping[str, Any]:
     if isinstance(record, BadRow):
         raise record
     if not isinstance(record, Mapping):
         raise BadRow("not an object")
-    if "input_ids" in record:
-        return _tokenised(record)
-    return _trimmed(_messages(record), record.get("tools") or ())
+    return record
+
+
+def _tools(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A list of tools, or its JSON: columns of a table keep them as text."""
+    tools = record.get("tools") or ()
+    if isinstance(tools, str):
+        tools = _from_json(tools)
+    if not isinstance(tools, list | tuple):
+        raise BadRow("tools are not a list")
+    return tuple(tools)
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise BadRow("tools or arguments that are not JSON") from None
 
 
 def _messages(record: Mapping[str, Any]) -> list[Message]:
@@ -125,14 +150,32 @@ def _checked(message: Message) -> Message:
         raise BadRow(f"unknown role {message.get('role')!r}")
     if message.get("content") is None and not message.get("tool_calls"):
         raise BadRow("a message without content")
-    return {"content": "", **{k: v for k, v in message.items() if v is not None}}
+    found = {"content": "", **{k: v for k, v in message.items() if v is not None}}
+    if calls := found.get("tool_calls"):
+        found["tool_calls"] = [_tool_call(call) for call in _listed(calls)]
+    return found
+
+
+def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """With its arguments as a mapping: OpenAI's interface writes JSON, templates go through names and values."""
+    inner = call.get("function", call)
+    if not isinstance(inner, Mapping):
+        raise BadRow("a tool call that is not an object")
+    arguments = inner.get("arguments")
+    known = {**inner, "arguments": _from_json(arguments) if isinstance(arguments, str) else arguments or {}}
+    return {**call, "function": known} if "function" in call else known
 
 
 def _from_sharegpt(message: Message) -> Message:
-    role = _SHAREGPT_ROLES.get(message.get("from", message.get("role")))
+    said = message.get("from", message.get("role"))
+    role, text = _SHAREGPT_ROLES.get(said), message.get("value", message.get("content"))
     if role is None:
-        raise BadRow(f"unknown role {message.get('from', message.get('role'))!r}")
-    return _checked({"role": role, "content": message.get("value", message.get("content"))})
+        raise BadRow(f"unknown role {said!r}")
+    if said == "function_call" and isinstance(text, str):
+        calls = _from_json(text)
+        return _checked({"role": role, "tool_calls": calls if isinstance(calls, list) else [calls]})
+    rest = {key: value for key, value in message.items() if key not in ("from", "value", "role", "content")}
+    return _checked({**rest, "role": role, "content": text})
 
 
 def _trimmed(messages: Sequence[Message], tools: Sequence[Any]) -> Conversation:

@@ -15,8 +15,9 @@ from typing import Any, Literal
 import numpy as np
 
 from eagle3_jax.errors import UserError
-from train.conversations import BadRow, Row, parse_record, read_records
+from train.conversations import BadRow, Row, parse_record
 from train.mask import ChatRenderer
+from train.sources import read_records
 
 Overlong = Literal["truncate", "drop"]
 SMALLEST_BUCKET = 128
@@ -72,17 +73,29 @@ def load_rows(
     """
     report, rows = DataReport(), list[Row]()
     for record in wrap(record for path in files for record in read_records(Path(path))):
-        report.num_read += 1
-        try:
-            found = [_fit(row, max_length, overlong, vocab_size, report) for row in _to_rows(record, renderer)]
-        except BadRow as reason:
-            report.dropped[str(reason)] += 1
-        else:
-            rows += [row for row in found if row is not None]
-    _finish(report, rows, renderer)
+        rows += fitted_rows(record, renderer, max_length, overlong, vocab_size, report)
     if not rows:
         raise DataError(f"no row can be trained on. {report}")
     return rows, report
+
+
+def fitted_rows(
+    record: Any, renderer: ChatRenderer | None, max_length: int, overlong: Overlong, vocab_size: int, report: DataReport
+) -> list[Row]:
+    """The training sequences of one record, none if it cannot be used; all is counted in `report`."""
+    report.num_read += 1
+    try:
+        found = [_fit(row, max_length, overlong, vocab_size, report) for row in _to_rows(record, renderer)]
+    except BadRow as reason:
+        report.dropped[str(reason)] += 1
+        found = []
+    rows = [row for row in found if row is not None]
+    report.num_rows += len(rows)
+    report.num_tokens += sum(len(row.tokens) for row in rows)
+    report.num_supervised_tokens += int(sum(row.mask.sum() for row in rows))
+    if renderer is not None:
+        report.num_changed_turns, report.num_misfit_turns = renderer.num_changed, renderer.num_misfits
+    return rows
 
 
 def _to_rows(record: Any, renderer: ChatRenderer | None) -> list[Row]:
@@ -109,14 +122,6 @@ def _fit(row: Row, max_length: int, overlong: Overlong, vocab_size: int, report:
         report.dropped["no supervised token" + where] += 1
         return None
     return row
-
-
-def _finish(report: DataReport, rows: Sequence[Row], renderer: ChatRenderer | None) -> None:
-    report.num_rows = len(rows)
-    report.num_tokens = sum(len(row.tokens) for row in rows)
-    report.num_supervised_tokens = int(sum(row.mask.sum() for row in rows))
-    if renderer is not None:
-        report.num_changed_turns, report.num_misfit_turns = renderer.num_changed, renderer.num_misfits
 
 
 def has_supervision(mask: np.ndarray) -> bool:

@@ -113,8 +113,8 @@ def test_no_usable_row_is_an_error_that_reports(tmp_path: Path) -> None:
 
 def test_unreadable_files_are_user_errors(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"a": 1}')
-    for name in ("a.json", "absent.jsonl", "a.parquet"):
-        (tmp_path / "a.parquet").touch()
+    for name in ("a.json", "absent.jsonl", "a.parquet", "a.txt"):
+        (tmp_path / "a.parquet").touch(), (tmp_path / "a.txt").touch()
         with pytest.raises(UserError, match=name):
             load_rows([tmp_path / name], None, max_length=8, vocab_size=50)
 
