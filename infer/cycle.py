@@ -24,6 +24,7 @@ from infer.verify import truncate, verify_coupled, verify_standard, verify_synth
 
 FROM_PREFILL = -1
 FROM_TARGET = 64
+MAX_DRAFTS = FROM_TARGET - 1  # codes are int8: 64 + 63 is the largest
 
 
 @dataclasses.dataclass(frozen=True)

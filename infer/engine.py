@@ -25,7 +25,7 @@ from eagle3_jax.errors import ConfigError, UserError
 from eagle3_jax.precision import matmul_precision
 from eagle3_jax.sharding import axes_sharding
 from eagle3_jax.target import Target
-from infer.cycle import DecodeState, Speculation, prefill, run_cycles
+from infer.cycle import MAX_DRAFTS, DecodeState, Speculation, prefill, run_cycles
 from infer.sampling import SamplingState, idle_state
 
 REASONS = {0: None, 1: "stop", 2: "length"}
@@ -207,8 +207,8 @@ def _check(target: Target, drafter: Eagle3 | None, config: EngineConfig) -> None
     k = config.speculation.num_drafts
     if (drafter is None) != (k == 0):
         raise ConfigError(f"num_speculative_tokens={k} {'without' if drafter is None else 'with'} a drafter")
-    if not 0 <= k <= 63:
-        raise ConfigError(f"num_speculative_tokens={k}; at most 63 fit")
+    if not 0 <= k <= MAX_DRAFTS:
+        raise ConfigError(f"num_speculative_tokens={k}; at most {MAX_DRAFTS} fit")
     if config.max_num_seqs < 1 or config.max_model_len < 2:
         raise ConfigError(f"max_num_seqs={config.max_num_seqs}, max_model_len={config.max_model_len}: too small")
     if drafter is None:

@@ -11,6 +11,9 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from eagle3_jax.checkpoint import load_drafter, load_target
+from eagle3_jax.checkpoint.formats import read_head
+from eagle3_jax.checkpoint.hf import read_config
+from eagle3_jax.checkpoint.source import read_json, resolve
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.errors import UserError
@@ -76,10 +79,16 @@ class LLM:
             options.speculative_config, default_model=DEFAULT_DRAFTER if model is None else None
         )
         mesh = _mesh(options)
-        target = load_target(model or DEFAULT_MODEL, dtype=options.dtype, revision=options.revision, mesh=mesh)
+        # Weights take minutes; whatever can be wrong without them is found before.
+        folder = resolve(model or DEFAULT_MODEL, options.revision)
+        config = read_config(read_json(folder, "config.json", required=True), folder)
+        _max_model_len(options, config)
+        if drafting.model is not None:
+            read_head(drafting.model, config, revision=drafting.revision)
+        tokenizer = None if options.skip_tokenizer_init else _load_tokenizer(options.tokenizer or folder)
+        target = load_target(folder, dtype=options.dtype, mesh=mesh)
         for note in (target.skipped, *target.notes):
             _say(note)
-        tokenizer = None if options.skip_tokenizer_init else _load_tokenizer(options.tokenizer or target.folder)
         drafter = _load_head(drafting, target.model, mesh) if drafting.model is not None else None
         self._start(target.model, drafter, drafting, options, mesh)
         self._describe(tokenizer, target.stop_ids, target.generation_config)

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import eagle3_jax
 from eagle3_jax.errors import UserError
-from infer.cycle import Speculation
+from infer.cycle import MAX_DRAFTS, Speculation
 from infer.params import nearest
 from infer.sampling import DraftSampleMethod
 from infer.verify import synthetic_rates
@@ -127,6 +127,8 @@ def check_speculative_config(config: Mapping[str, Any] | None, *, default_model:
         raise UserError("speculative_config: 'model' is missing: the folder or hub id of the EAGLE-3 head")
     drafts = config.get("num_speculative_tokens", DEFAULT_DRAFTS)
     _check_count("speculative_config", "num_speculative_tokens", drafts, 1)
+    if drafts > MAX_DRAFTS:
+        raise UserError(f"speculative_config: num_speculative_tokens={drafts} is not allowed: at most {MAX_DRAFTS} fit")
     return Drafting(model, config.get("revision"), _speculation(config, drafts))
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,26 @@ def test_a_folder_without_a_tokenizer(folders: Folders, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes((folders.target / name).read_bytes())
     with pytest.raises(UserError, match="no tokenizer could be read from .*skip_tokenizer_init=True"):
         LLM(tmp_path, max_model_len=128)
+
+
+def test_mistakes_are_found_before_weights_are_read(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("infer.llm.load_target", never)
+    shutil.copytree(folders.drafter, tmp_path / "head")
+    config = json.loads((folders.drafter / "config.json").read_text())
+    (tmp_path / "head" / "config.json").write_text(json.dumps({**config, "vocab_size": 17}))
+    for wrong, message in (
+        ({"max_model_len": 257}, "max_model_len=257 is more than the model's 256"),
+        ({"speculative_config": {"model": "/no/such/head"}}, "/no/such/head: no such folder"),
+        ({"speculative_config": {"model": str(tmp_path / "head")}}, "vocab_size 17, the target has"),
+        ({"tokenizer": str(folders.drafter)}, "no tokenizer could be read"),
+    ):
+        with pytest.raises(UserError, match=message):
+            LLM(folders.target, **wrong)
 
 
 # ------------------------------------------------------------------------------------------------ generate

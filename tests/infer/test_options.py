@@ -73,6 +73,7 @@ HEAD = {"model": "head"}
         ({**HEAD, "method": "medusa"}, "method='medusa' is not offered; only 'eagle3' is"),
         ({**HEAD, "num_spec_tokens": 3}, "unknown keyword 'num_spec_tokens' (did you mean 'num_speculative_tokens'?)"),
         ({**HEAD, "num_speculative_tokens": 0}, "num_speculative_tokens=0 is not allowed"),
+        ({**HEAD, "num_speculative_tokens": 64}, "num_speculative_tokens=64 is not allowed: at most 63 fit"),
         (
             {**HEAD, "rejection_sample_method": "block"},
             "rejection_sample_method='block' is not allowed: it must be one of",
