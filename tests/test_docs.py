@@ -23,6 +23,7 @@ from eagle3_jax import cli
 from eagle3_jax.errors import UserError
 from infer.options import Options, check_speculative_config
 from infer.params import SamplingParams
+from train import data_cli
 from train.recipe import flatten, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +34,7 @@ SPAN = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAME = re.compile(r"\b(?:eagle3_jax|infer|train|pallas_kernels)(?:\.[A-Za-z_]\w*)+")
 FILE = re.compile(r"(?:examples|tests|docs|benchmarks|eagle3_jax|infer|train|pallas_kernels)/[\w./-]*")
+DATA_COMMANDS = [f"data {command}" for command in data_cli.COMMANDS]
 OPERATORS = {"|", "||", "&&", ";", "&"}
 MINIMAL = {"target": "target", "output": "run", "data": {"files": ["answers.jsonl"]}}
 
@@ -83,8 +85,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
+    """Of a command, or of one of `eagle3 data`."""
     parser = _Parser(prog=f"eagle3 {command}", allow_abbrev=False)
-    import_module(cli.COMMANDS[command].module).add_arguments(parser)
+    name, _, inner = command.partition(" ")
+    if inner:
+        data_cli.add_command_arguments(inner, parser)
+    else:
+        import_module(cli.COMMANDS[name].module).add_arguments(parser)
     return parser
 
 
@@ -125,7 +132,7 @@ def wrong_commands(page: Page) -> Iterator[str]:
                 yield from _command_problems(words, whole=False)
         elif span.startswith("--"):
             flag = span.split()[0]
-            if not any(flag in flags_of(command) for command in cli.COMMANDS):
+            if not any(flag in flags_of(command) for command in (*cli.COMMANDS, *DATA_COMMANDS)):
                 yield f"no subcommand has {flag}"
 
 
@@ -136,9 +143,20 @@ def _command_problems(words: list[str], *, whole: bool) -> Iterator[str]:
     if name.startswith("-"):
         if name not in cli._top_parser()._option_string_actions:
             yield f"eagle3 has no {name}"
+    elif name == "data" and rest and f"data {rest[0]}" not in DATA_COMMANDS:
+        yield f"no subcommand data {rest[0]}"
+    elif name == "data" and rest:
+        yield from _flag_problems(f"data {rest[0]}", words, rest[1:], whole=whole)
     elif name not in cli.COMMANDS:
         yield f"no subcommand {name}"
-    elif whole:
+    else:
+        yield from _flag_problems(name, words, rest, whole=whole)
+    if name == "train":
+        yield from recipe_problems(MINIMAL, [word for word in rest if re.match(r"[a-z_.]+=", word)])
+
+
+def _flag_problems(name: str, words: list[str], rest: list[str], *, whole: bool) -> Iterator[str]:
+    if whole:
         try:
             parser_of(name).parse_args(rest)
         except ValueError as error:
@@ -146,8 +164,6 @@ def _command_problems(words: list[str], *, whole: bool) -> Iterator[str]:
     else:
         flags = {word.partition("=")[0] for word in rest if word.startswith("--")}
         yield from (f"eagle3 {name} has no {flag}" for flag in sorted(flags - flags_of(name)))
-    if name == "train":
-        yield from recipe_problems(MINIMAL, [word for word in rest if re.match(r"[a-z_.]+=", word)])
 
 
 def _script_problems(words: list[str]) -> Iterator[str]:
@@ -295,7 +311,10 @@ def test_every_recipe_key_is_shown_with_its_default(tmp_path: Path) -> None:
         ("```sh\nA=1 eagle3 inspect\n```", "eagle3 inspect: the following arguments are required: folder"),
         ("```sh\neagle3 train a.yaml optimizer.rate=1\n```", "unknown recipe key optimizer.rate"),
         ("```sh\npython examples/nothing.py\n```", "no script examples/nothing.py"),
-        ("```sh\npython examples/answers.py a b c --cold 1\n```", "answers.py has no --cold"),
+        ("```sh\npython examples/tiny_model/pretrain.py a --cold 1\n```", "pretrain.py has no --cold"),
+        ("```sh\neagle3 data regenerate a --target t --output o --cold 1\n```", "unrecognized arguments: --cold"),
+        ("`eagle3 data regenerate --cold`", "eagle3 data regenerate has no --cold"),
+        ("`eagle3 data collect`", "no subcommand data collect"),
         ("`infer.llm.LMM`", "cannot import infer.llm.LMM"),
         ("`pallas_kernels.nothing`", "cannot import pallas_kernels.nothing"),
         ("```python\nfrom eagle3_jax import LMM\n```", "cannot import eagle3_jax.LMM"),

@@ -47,7 +47,7 @@ class ShardWriter:
         self.folder, self.settings = folder, json.loads(json.dumps(settings))
         self.shards: list[dict[str, Any]] = []
         self.state: dict[str, Any] = {}
-        with _disk_errors(folder):
+        with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         self.complete = (folder / INDEX).is_file()
         begun = folder / (INDEX if self.complete else PROGRESS)
@@ -58,17 +58,14 @@ class ShardWriter:
                 raise ShardError(f"{folder}: holds {found[0]} and is none of ours; choose another output folder")
 
     def _go_on(self, saved: Mapping[str, Any]) -> None:
-        old = saved.get("settings", {})
-        if differ := [k for k in sorted({*old, *self.settings}) if old.get(k) != self.settings.get(k)]:
-            changes = "; ".join(f"{k}: {old.get(k)!r} then, {self.settings.get(k)!r} now" for k in differ)
-            raise ShardError(f"{self.folder} was begun with other settings ({changes}); choose another output folder")
+        check_settings(self.folder, saved.get("settings", {}), self.settings)
         self.shards, self.state = list(saved["shards"]), dict(saved["state"])
 
     def write(self, tensors: Mapping[str, np.ndarray], counts: Mapping[str, int], state: Mapping[str, Any]) -> None:
         """Adds a shard of `tensors`; its entry in the index holds `counts`."""
         name = f"{len(self.shards):05}.safetensors"
         part = self.folder / (name + ".part")
-        with _disk_errors(self.folder):
+        with disk_errors(self.folder):
             write_file(part, {key: _outgoing(array) for key, array in tensors.items()})
             entry = {"file": name, "sha256": checksum(part), **counts}
             _settle(part, self.folder / name)
@@ -86,12 +83,19 @@ class ShardWriter:
     def _write_table(self, name: str) -> None:
         head = {"format": self.settings["format"], "version": VERSION}
         table = {**head, "settings": self.settings, "state": self.state, "shards": self.shards}
-        with _disk_errors(self.folder):
+        with disk_errors(self.folder):
             write_json(self.folder / name, table)
 
 
 def _outgoing(array: np.ndarray) -> Outgoing:
     return Outgoing(array.dtype, array.shape, lambda: array)
+
+
+def check_settings(where: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Raises ShardError naming every setting that is another than when `where` was begun."""
+    if differ := [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]:
+        changes = "; ".join(f"{key}: {old.get(key)!r} then, {new.get(key)!r} now" for key in differ)
+        raise ShardError(f"{where} was begun with other settings ({changes}); choose another output")
 
 
 def write_json(path: Path, table: Mapping[str, Any]) -> None:
@@ -109,12 +113,13 @@ def _settle(part: Path, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
+def disk_errors(where: Path) -> Iterator[None]:
+    """A full disk or an unwritable place is the user's to mend."""
     try:
         yield
     except OSError as error:
         remedy = "; make room and give the same command again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise ShardError(f"cannot write to {folder}: {error.strerror or error}{remedy}") from error
+        raise ShardError(f"cannot write to {where}: {error.strerror or error}{remedy}") from error
 
 
 def checksum(path: Path) -> str:

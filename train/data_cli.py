@@ -1,0 +1,34 @@
+"""`eagle3 data COMMAND`: a table of subcommands, each a module imported when it is called, as in `eagle3_jax.cli`."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+from eagle3_jax.cli import Command
+
+COMMANDS = {
+    "regenerate": Command("train.regenerate", "let the target answer prompts itself"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = f"{parser.description}\n\ncommands:\n" + "\n".join(lines)
+    parser.epilog = f"{parser.prog} COMMAND --help describes a command."
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the command")
+
+
+def add_command_arguments(command: str, parser: argparse.ArgumentParser) -> None:
+    """The arguments of `eagle3 data COMMAND`."""
+    import_module(COMMANDS[command].module).add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    command = COMMANDS[args.command]
+    parser = argparse.ArgumentParser(prog=f"eagle3 data {args.command}", description=command.help)
+    add_command_arguments(args.command, parser)
+    return import_module(command.module).run(parser.parse_args(args.arguments)) or 0
