@@ -182,7 +182,7 @@ class Engine:
 
     def prefill_chunks(self, tokens: int) -> list[int]:
         """Lengths of the passes that take in prompts of up to `tokens`: a program is compiled for each length."""
-        chunks = []
+        chunks: list[int] = []
         while (left := tokens - sum(chunks)) > 0:
             chunks.append(_bucket(left, self.config.prefill_chunk))
         return chunks
