@@ -19,6 +19,7 @@ from infer.cli_common import (
     add_engine_arguments,
     engine_keywords,
     model_or_default,
+    show_notes,
     speculative_config,
 )
 from infer.llm import LLM
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     conversations = read_conversations(args.dataset_path, _positive("--num-prompts", args.num_prompts))
+    show_notes()
     llm = _load(args)
     raw = args.raw or not getattr(llm.get_tokenizer(), "chat_template", None)
     prompts = encode(llm, conversations, raw=raw)

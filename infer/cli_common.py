@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,19 @@ SYNTHETIC_NOTICE = (
     "SYNTHETIC ACCEPTANCE: drafts were accepted at a fixed rate whatever they were; the text means nothing, and "
     "lengths and speeds are not those of this drafter"
 )
+
+
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"[{record.getMessage()}]", file=sys.stderr)
+
+
+def show_notes() -> None:
+    """Prints on standard error what loading has to say: tensors left out, choices made for the head, warnings."""
+    logger = logging.getLogger("infer")
+    logger.setLevel(logging.INFO)
+    if not any(isinstance(handler, _Notes) for handler in logger.handlers):
+        logger.addHandler(_Notes())
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,6 +15,7 @@ from infer.cli_common import (
     add_engine_arguments,
     engine_keywords,
     model_or_default,
+    show_notes,
     speculative_config,
 )
 from infer.llm import LLM
@@ -54,6 +55,7 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     prompt = read_prompt(args.prompt, args.file)
+    show_notes()
     config = speculative_config(args, model=args.model, draft=args.draft, drafts=args.k)
     llm = LLM(model_or_default(args.model), speculative_config=config, max_num_seqs=1, **engine_keywords(args))
     params = sampling_params(args, llm.get_default_sampling_params())

@@ -39,6 +39,13 @@ logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
+# Names in generation_config.json and in SamplingParams; then what a model may recommend and we do not offer.
+RECOMMENDED = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p")},
+    "max_new_tokens": "max_tokens",
+}
+NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -137,6 +144,10 @@ class LLM:
     def _describe(self, tokenizer: Any, stop_ids: Sequence[int], generation_config: Mapping[str, Any]) -> None:
         self._tokenizer, self.stop_ids = tokenizer, tuple(stop_ids)
         self._generation_config = dict(generation_config)
+        for name, neutral in NEUTRAL.items():
+            if self._generation_config.get(name) not in (None, neutral):
+                value = self._generation_config[name]
+                logger.warning("generation_config.json recommends %s=%s, which is not supported here", name, value)
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -164,8 +175,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends, for `generate` without sampling parameters."""
-        names = ("temperature", "top_p", "top_k", "min_p")
-        found = {name: self._generation_config[name] for name in names if name in self._generation_config}
+        found = {name: self._generation_config.get(theirs) for theirs, name in RECOMMENDED.items()}
         return SamplingParams(**{name: value for name, value in found.items() if value is not None})
 
     def generate(

@@ -101,6 +101,7 @@ def test_generate_chats_by_default_and_sums_up(generate: Any) -> None:
     arguments = ["hello", "--max-tokens", "20", "--temperature", "1", "--seed", "1"]
     status, out, err = generate(*arguments)
     assert status == 0 and out.strip()
+    assert "[format specforge: " in err, "what was chosen for the head is said"
     assert "mean acceptance length" in err and "cycles of 3 drafts" in err and "tokens/s" in err
     assert generate(*arguments, "--k", "0")[1] == generate(*arguments, "--chat", draft=False)[1] == out
     assert "[no drafter]" in generate(*arguments, draft=False)[2]

@@ -204,6 +204,17 @@ def test_default_sampling_params_come_from_the_model(models: dict[str, Any]) -> 
     assert len(ids(llm.generate("the", use_tqdm=False))[0]) <= 16
 
 
+def test_what_the_model_recommends_and_we_cannot_do_is_said(
+    models: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"temperature": 0.7, "max_new_tokens": 9, "repetition_penalty": 1.05, "presence_penalty": 0.0}
+    llm = build({"target": models["target"]}, generation_config=config)
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, max_tokens=9)
+    assert [record.getMessage() for record in caplog.records if record.name == "infer.llm"] == [
+        "generation_config.json recommends repetition_penalty=1.05, which is not supported here"
+    ]
+
+
 def test_every_form_of_prompt(llm: LLM) -> None:
     tokens = TOKENIZER.encode("the cat")
     forms: list[Any] = ["the cat", {"prompt": "the cat"}, {"prompt_token_ids": tokens}, tokens, np.array(tokens)]
