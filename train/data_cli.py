@@ -8,6 +8,7 @@ from importlib import import_module
 from eagle3_jax.cli import Command
 
 COMMANDS = {
+    "prepare": Command("train.prepare", "conversations to tokens and loss masks, once"),
     "regenerate": Command("train.regenerate", "let the target answer prompts itself"),
 }
 
