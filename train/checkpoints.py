@@ -20,6 +20,10 @@ from train.step import TrainState
 FREE_KEYS = ("output", "save_every", "keep", "log_every", "export", "remat", "mesh.", "evaluate.")
 
 
+# What runs did before these keys existed: their checkpoints do not name them.
+OLD_DEFAULTS = {"data.packing": False}
+
+
 class ResumeError(UserError):
     """A run folder that cannot be gone on with."""
 
@@ -30,6 +34,8 @@ def fingerprint(rows: Sequence[Row]) -> str:
     for row in rows:
         digest.update(row.tokens.tobytes())
         digest.update(row.mask.tobytes())
+        if row.segment_ids is not None:
+            digest.update(row.segment_ids.tobytes())
     return digest.hexdigest()
 
 
@@ -45,7 +51,7 @@ def describe_run(recipe: Recipe, num_steps: int, rows: Sequence[Row], draft_conf
 
 def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], folder: Path) -> None:
     """Raises ResumeError naming every key of the recipe that differs, or that the data do."""
-    old, new = saved["recipe"], current["recipe"]
+    old, new = {**OLD_DEFAULTS, **saved["recipe"]}, current["recipe"]
     differ = [k for k in sorted({*old, *new}) if old.get(k) != new.get(k) and not k.startswith(FREE_KEYS)]
     if differ:
         changes = "; ".join(f"{k}: {old.get(k)!r} then, {new.get(k)!r} now" for k in differ)

@@ -49,10 +49,14 @@ class Conversation:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One training sequence. tokens: [T] int32. mask: [T] bool, the assistant's tokens; a run of them is one turn."""
+    """One training sequence. tokens: [T] int32. mask: [T] bool, the assistant's tokens; a run of them is one turn.
+
+    segment_ids: [T] int32 of several sequences packed into one, from 1; see `train.packing`.
+    """
 
     tokens: np.ndarray
     mask: np.ndarray
+    segment_ids: np.ndarray | None = None
 
 
 def parse_record(record: Any) -> Conversation | Row:

@@ -1,4 +1,4 @@
-"""From files to padded batches: read, mask, fit to length, shuffle, batch.
+"""From files to padded batches: read, mask, fit to length, (pack,) shuffle, batch.
 
 Every row that is not used is counted under its reason. Batches are a pure function of (rows, seed, step), so a
 checkpoint that holds the step holds the data position.
@@ -142,21 +142,31 @@ def bucket_lengths(max_length: int, chosen: Sequence[int] | None = None) -> tupl
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """tokens [B, T] int32 and mask [B, T] bool, right-padded with zeros to a bucket's length."""
+    """tokens [B, T] int32, mask [B, T] bool and, of packed rows, segment_ids [B, T] int32, right-padded with zeros to a
+    bucket's length."""
 
     tokens: np.ndarray
     mask: np.ndarray
     num_tokens: int
+    segment_ids: np.ndarray | None = None
 
 
 def pad_rows(rows: Sequence[Row], buckets: Sequence[int]) -> Batch:
     """Pads to the smallest bucket that holds the longest row."""
     longest = max(len(row.tokens) for row in rows)
     length = next(b for b in buckets if b >= longest)
-    tokens, mask = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), bool)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row.tokens)], mask[i, : len(row.tokens)] = row.tokens, row.mask
-    return Batch(tokens, mask, sum(len(row.tokens) for row in rows))
+    segments = [row.segment_ids for row in rows if row.segment_ids is not None]
+    return Batch(
+        _padded([row.tokens for row in rows], length),
+        _padded([row.mask for row in rows], length),
+        sum(len(row.tokens) for row in rows),
+        _padded(segments, length) if segments else None,
+    )
+
+
+def _padded(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
+    """[B, length] in the dtype of the rows [T]."""
+    return np.stack([np.pad(row, (0, length - len(row))) for row in rows])
 
 
 class Batches:

@@ -29,10 +29,18 @@ class Features:
 
 
 def target_features(
-    target: Target, tokens: Array, aux_layers: Sequence[int], *, vocab_block: int | None = None
+    target: Target,
+    tokens: Array,
+    aux_layers: Sequence[int],
+    *,
+    segment_ids: Array | None = None,
+    vocab_block: int | None = None,
 ) -> Features:
-    """Runs the target over tokens [B, T], without a cache. Rows are padded on the right, where causality hides it."""
-    out = target(tokens, aux_layers=aux_layers)
+    """Runs the target over tokens [B, T], without a cache. Rows are padded on the right, where causality hides it.
+
+    segment_ids: [B, T] of packed rows, see `eagle3_jax.segments`.
+    """
+    out = target(tokens, segment_ids=segment_ids, aux_layers=aux_layers)
     block = vocab_block or max(512, _BLOCK_ELEMENTS // tokens.size)
     return lax.stop_gradient(Features(out.aux, out.hidden, vocabulary_argmax(target, out.hidden, block)))
 

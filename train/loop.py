@@ -79,7 +79,7 @@ class Loop:
         with interruptible() as interrupt:
             while done < stop and interrupt.signal is None:
                 batch = self._checked(done)
-                state, metrics = self.step(state, self.frozen, *put_batch(batch.tokens, batch.mask, self.mesh))
+                state, metrics = self.step(state, self.frozen, put_batch(batch, self.mesh))
                 self._settle(pending)
                 pending, done = (done, batch, metrics), done + 1
                 if done % self.save_every == 0:
@@ -106,7 +106,7 @@ class Loop:
         values: Metrics = jax.device_get(metrics)
         if not (np.isfinite(values.loss) and np.isfinite(values.grad_norm)):
             path = self.output / f"bad_batch_{step}.npz"
-            np.savez(path, tokens=batch.tokens, mask=batch.mask)
+            np.savez(path, **{k: v for k, v in dataclasses.asdict(batch).items() if v is not None})
             raise TrainingError(
                 f"step {step}: loss {values.loss}, gradient norm {values.grad_norm}; the batch is in {path}; "
                 f"the last checkpoint is good; a lower learning rate may help"

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from eagle3_jax.segments import segment_positions
 from train.ttt import shift_left, shift_right
 
 _CHUNK_ELEMENTS = 2**27
@@ -35,14 +36,15 @@ class StepSums:
     hits: Array
 
 
-def supervised_run(mask: Array) -> Array:
-    """[B, T] int32: how many of the assistant's tokens, of one turn, end with each token; token 0 never counts.
+def supervised_run(mask: Array, segment_ids: Array | None = None) -> Array:
+    """[B, T] int32: how many of the assistant's tokens, of one turn, end with each token; a first token never counts.
 
     Step i may be trained on its guess of token t if and only if the run is at least i+2: then tokens p+1 .. p+2+i = t
-    are all the assistant's. Token 0 has no position before it that could have guessed from it.
+    are all the assistant's, and of the segment of p. The first token, of a row or a segment, has no position before it
+    that could have guessed from it.
     """
     index = jnp.arange(mask.shape[1], dtype=jnp.int32)[None]
-    mask = mask & (index > 0)
+    mask = mask & ((index if segment_ids is None else segment_positions(segment_ids)) > 0)
     last_other = lax.cummax(jnp.where(mask, -1, index), axis=1)
     return jnp.where(mask, index - last_other, 0)
 
@@ -76,6 +78,7 @@ def step_sums(
     teacher_choice: Array,
     mask: Array,
     *,
+    segment_ids: Array | None = None,
     chunk: int | None = None,
 ) -> StepSums:
     """Compares the drafter's guesses with the teacher.
@@ -87,11 +90,12 @@ def step_sums(
       teacher_kernel: [Dt, U], its output projection for the draft vocabulary.
       teacher_choice: [B, T] int32, its argmax over the whole vocabulary as a draft id, -1 if it has none.
       mask: [B, T] bool, the assistant's tokens.
+      segment_ids: [B, T] of packed rows.
     """
     steps, batch, length, _ = outputs.shape
     chunk = chunk or chunk_size(length, (steps + 1) * batch, teacher_kernel.shape[1])
     aligned = jnp.stack([shift_right(h, i + 1) for i, h in enumerate(outputs)])
-    run = shift_left(supervised_run(mask), 1)
+    run = shift_left(supervised_run(mask, segment_ids), 1)
 
     def compare(hidden: Array, teacher: Array, choice: Array, run: Array) -> StepSums:
         logits = jnp.matmul(teacher, teacher_kernel, preferred_element_type=jnp.float32)

@@ -29,6 +29,7 @@ class DataRecipe:
     buckets: lengths to which batches are padded, ascending; the step is compiled once for each that occurs. The default
       is powers of two from 128, then max_length.
     overlong: sequences longer than max_length are truncated or dropped.
+    packing: rows share sequences of max_length, of which a batch then has batch_size; otherwise a sequence is a row.
     changed_turns: answers that a later turn's rendering changes: rows of their own (split), unsupervised, or an error.
     template_kwargs: given to the chat template, for instance enable_thinking.
     tokenizer: folder or hub id, by default the target's.
@@ -38,6 +39,7 @@ class DataRecipe:
     max_length: int = 2048
     buckets: tuple[int, ...] | None = None
     overlong: Overlong = "truncate"
+    packing: bool = True
     changed_turns: ChangedTurns = "split"
     template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     tokenizer: str | None = None

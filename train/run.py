@@ -21,30 +21,37 @@ from eagle3_jax.checkpoint.hf import read_config
 from eagle3_jax.checkpoint.source import read_json, resolve
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.drafters.eagle3 import Eagle3
+from eagle3_jax.errors import UserError
 from eagle3_jax.precision import parse_dtype
 from eagle3_jax.sharding import make_mesh
 from eagle3_jax.target import Target
 from train.checkpoints import Checkpoints, describe_run
 from train.conversations import Row
 from train.data import Batches, DataReport, bucket_lengths, load_rows
-from train.evaluate import answers_of, count_acceptance, make_matches
+from train.evaluate import Answer, answers_of, count_acceptance, make_matches
 from train.head import check_exportable, draft_config, existing_head, new_head
+from train.inputs import check_inputs
 from train.loop import Loop
 from train.mask import ChatRenderer
 from train.optim import learning_rate, make_optimizer
+from train.packing import filled, pack_rows
 from train.progress import Progress
-from train.recipe import Recipe, flatten, to_yaml
+from train.recipe import Recipe, RecipeError, flatten, to_yaml
 from train.step import Frozen, Model, TrainState, make_model, make_step
 from train.vocab import choose_draft_vocab, count_supervised, coverage
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Training sequences, what became of the files, and how often the assistant says each token [V]."""
+    """Training sequences, what became of the files, and how often the assistant says each token [V].
+
+    filled: of packed sequences, the share of their places that hold a token.
+    """
 
     rows: list[Row]
     report: DataReport
     counts: np.ndarray
+    filled: float | None = None
 
 
 def train(recipe: Recipe, *, quiet: bool = False) -> int:
@@ -54,19 +61,24 @@ def train(recipe: Recipe, *, quiet: bool = False) -> int:
       UserError: the recipe, data, target or output folder cannot be used.
       TrainingError: the loss stopped being finite.
     """
+    check_inputs(recipe)
     folder = resolve(recipe.target)
     config = read_config(read_json(folder, "config.json", required=True), folder)
     if recipe.draft.init_from is None and recipe.export:
         check_exportable(draft_config(recipe.draft, config))
-    data = read_data(recipe, folder, config, quiet=quiet)
     say = (lambda *_: None) if quiet else tqdm.write
+    answers = read_answers(recipe, folder, config)
+    data = read_data(recipe, folder, config, quiet=quiet)
     say(str(data.report))
+    if recipe.data.packing:
+        data = packed(data, recipe)
+        say(f"packed into {len(data.rows)} sequences of {recipe.data.max_length} tokens, {data.filled:.1%} filled")
     mesh = _mesh(recipe)
     target = load_target(folder, dtype=parse_dtype(recipe.dtype), mesh=mesh).model
     head, notes = _head(recipe, data, target, mesh)
     for note in notes:
         say(note)
-    run = _Run(recipe, folder, data, target, head, mesh)
+    run = _Run(recipe, data, answers, target, head, mesh)
     return run.go(quiet=quiet)
 
 
@@ -79,6 +91,28 @@ def read_data(recipe: Recipe, folder: Path, config: TargetConfig, *, quiet: bool
         vocab_size=config.vocab_size, wrap=wrap,
     )  # fmt: skip
     return Data(rows, report, count_supervised(rows, config.vocab_size))
+
+
+def packed(data: Data, recipe: Recipe) -> Data:
+    """The same rows in fewer sequences."""
+    length = recipe.data.max_length
+    rows = pack_rows(data.rows, length, recipe.seed)
+    return dataclasses.replace(data, rows=rows, filled=filled(rows, length))
+
+
+def read_answers(recipe: Recipe, folder: Path, config: TargetConfig) -> list[Answer]:
+    """The held-out answers, if any are asked for. They are read before training, so that nothing is amiss after it."""
+    e = recipe.evaluate
+    if not e.files:
+        return []
+    held_out = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, files=e.files))
+    try:
+        answers = answers_of(read_data(held_out, folder, config, quiet=True).rows[: e.max_rows])
+    except UserError as error:
+        raise RecipeError(f"evaluate.files: {error}") from error
+    if not answers:
+        raise RecipeError("evaluate.files: no row has an answer after a prompt")
+    return answers
 
 
 def _watch(records: Iterable[Any], text: str) -> Iterable[Any]:
@@ -116,10 +150,9 @@ class _Run:
     """Everything in place for the loop."""
 
     def __init__(
-        self, recipe: Recipe, folder: Path, data: Data, target: Target, head: Eagle3, mesh: Mesh | None
+        self, recipe: Recipe, data: Data, answers: list[Answer], target: Target, head: Eagle3, mesh: Mesh | None
     ) -> None:
-        self.recipe, self.folder, self.data, self.head, self.mesh = recipe, folder, data, head, mesh
-        self.target_config = target.config
+        self.recipe, self.data, self.answers, self.head, self.mesh = recipe, data, answers, head, mesh
         self.output = Path(recipe.output)
         self.d2t = np.asarray(head.d2t[...])
         self.num_steps = recipe.num_steps(len(data.rows))
@@ -139,7 +172,6 @@ class _Run:
 
     def go(self, *, quiet: bool) -> int:
         """Restores, trains, exports. Returns 0, or 128 + the signal that ended it early."""
-        self.output.mkdir(parents=True, exist_ok=True)
         described = describe_run(self.recipe, self.num_steps, self.data.rows, self.head.config)
         checkpoints = Checkpoints(self.output, self.recipe.keep, described)
         start = checkpoints.latest() or 0
@@ -177,7 +209,7 @@ class _Run:
 
     def _finish(self, state: TrainState, seconds: float, steps: int) -> None:
         summary = self._summary(seconds, steps)
-        if self.recipe.evaluate.files:
+        if self.answers:
             summary["evaluation"] = self._evaluate(state)
         if self.recipe.export:
             head = self.model.draft.merge(state.params, self.frozen.fixed, jnp.float32)
@@ -186,14 +218,11 @@ class _Run:
 
     def _evaluate(self, state: TrainState) -> dict[str, Any]:
         """Predicted acceptance on the held-out files."""
-        r, e = self.recipe, self.recipe.evaluate
-        held_out = dataclasses.replace(r.data, files=e.files)
-        rows = read_data(dataclasses.replace(r, data=held_out), self.folder, self.target_config, quiet=True).rows
-        answers = answers_of(rows[: e.max_rows])
-        model = dataclasses.replace(self.model, num_steps=e.num_drafts)
+        count, answers = self.recipe.evaluate.num_drafts, self.answers
+        model = dataclasses.replace(self.model, num_steps=count)
         matches = make_matches(model, jnp.asarray(self.d2t))
-        found = count_acceptance(matches, state.params, self.frozen, answers, e.num_drafts, r.batch_size)
-        return {"num_drafts": e.num_drafts, "num_answers": len(answers), **found.as_dict()}
+        found = count_acceptance(matches, state.params, self.frozen, answers, count, self.recipe.batch_size)
+        return {"num_drafts": count, "num_answers": len(answers), **found.as_dict()}
 
     def _summary(self, seconds: float, steps: int) -> dict[str, Any]:
         """`seconds` and `steps` of this session; a resumed run had others before."""
@@ -203,6 +232,7 @@ class _Run:
             "last": json.loads(lines[-1]) if lines else None,
             "session": {"steps": steps, "seconds": round(seconds, 1)},
             "data": self.data.report.as_dict(),
+            "sequences": {"count": len(self.data.rows), "filled": self.data.filled},
             "draft_vocab_coverage": round(coverage(self.data.counts, self.d2t), 6),
             "draft_config": dataclasses.asdict(self.head.config),
             "trained_parameters": self.num_parameters,

@@ -19,6 +19,7 @@ from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.precision import matmul_precision, split
 from eagle3_jax.sharding import MESH_AXES, param_sharding
 from eagle3_jax.target import Target
+from train.data import Batch
 from train.features import target_features
 from train.loss import StepSums, step_sums, total_loss
 from train.params import DraftGraph, Params, split_drafter
@@ -60,6 +61,16 @@ class Metrics:
     sums: StepSums
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """tokens [B, T] int32, mask [B, T] bool, and in packed rows segment_ids [B, T] int32."""
+
+    tokens: Array
+    mask: Array
+    segment_ids: Array | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """Target and drafter without their arrays, and how the drafter is unrolled."""
@@ -79,23 +90,32 @@ class Model:
     def drafter(self, params: Params, frozen: Frozen) -> Eagle3:
         return self.draft.merge(params, frozen.fixed, self.dtype)
 
-    def outputs(self, params: Params, frozen: Frozen, aux: tuple[Array, ...], tokens: Array) -> Array:
+    def outputs(
+        self,
+        params: Params,
+        frozen: Frozen,
+        aux: tuple[Array, ...],
+        tokens: Array,
+        segment_ids: Array | None = None,
+    ) -> Array:
         """The drafter's outputs at every step, [n, B, T, D]."""
         merge = lambda: self.drafter(params, frozen)
         owner: Any = merge() if merge().config.own_embedding else self.target(frozen)
         embeds = owner.embed_tokens(tokens).astype(self.dtype)
-        return unroll(merge, embeds, [a.astype(self.dtype) for a in aux], self.num_steps, remat=self.remat)
+        aux = tuple(a.astype(self.dtype) for a in aux)
+        return unroll(merge, embeds, aux, self.num_steps, segment_ids=segment_ids, remat=self.remat)
 
     def draft_logits(self, params: Params, frozen: Frozen) -> Callable[[Array], Array]:
         return lambda hidden: self.draft.merge_head(params, frozen.fixed, self.dtype).logits(hidden)
 
-    def loss(self, params: Params, frozen: Frozen, tokens: Array, mask: Array) -> tuple[Array, StepSums]:
+    def loss(self, params: Params, frozen: Frozen, inputs: Inputs) -> tuple[Array, StepSums]:
         """Loss and sums of a batch; differentiable in `params` alone."""
-        seen = target_features(self.target(frozen), tokens, self.aux_layers)
-        outputs = self.outputs(params, frozen, seen.aux, tokens)
+        tokens, ids = inputs.tokens, inputs.segment_ids
+        seen = target_features(self.target(frozen), tokens, self.aux_layers, segment_ids=ids)
+        outputs = self.outputs(params, frozen, seen.aux, tokens, ids)
         choice = frozen.draft_index[seen.top1]
         logits = self.draft_logits(params, frozen)
-        sums = step_sums(logits, outputs, seen.hidden, frozen.teacher, choice, mask)
+        sums = step_sums(logits, outputs, seen.hidden, frozen.teacher, choice, inputs.mask, segment_ids=ids)
         return total_loss(sums, self.decay), sums
 
 
@@ -124,28 +144,26 @@ def _replicate(tree: Any, mesh: Mesh) -> Any:
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
-def put_batch(tokens: np.ndarray, mask: np.ndarray, mesh: Mesh | None) -> tuple[Array, Array]:
+def put_batch(batch: Batch, mesh: Mesh | None) -> Inputs:
     """Onto the device, or spread over the mesh's batch axis."""
-    if mesh is None:
-        return jnp.asarray(tokens), jnp.asarray(mask)
-    sharding = NamedSharding(mesh, PartitionSpec(MESH_AXES["batch"]))
-    return jax.device_put(tokens, sharding), jax.device_put(mask, sharding)
+    place = None if mesh is None else NamedSharding(mesh, PartitionSpec(MESH_AXES["batch"]))
+    return Inputs(*jax.device_put((batch.tokens, batch.mask, batch.segment_ids), place))
 
 
 def _norm(tree: Any) -> Array:
     return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree)))
 
 
-Step = Callable[[TrainState, Frozen, Array, Array], tuple[TrainState, Metrics]]
+Step = Callable[[TrainState, Frozen, Inputs], tuple[TrainState, Metrics]]
 
 
 def make_step(model: Model, optimizer: optax.GradientTransformation) -> Step:
     """The jitted step; the state given to it is donated."""
 
-    def step(state: TrainState, frozen: Frozen, tokens: Array, mask: Array) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, frozen: Frozen, inputs: Inputs) -> tuple[TrainState, Metrics]:
         with matmul_precision(model.dtype):
             compute = jax.value_and_grad(model.loss, has_aux=True)
-            (loss, sums), grads = compute(state.params, frozen, tokens, mask)
+            (loss, sums), grads = compute(state.params, frozen, inputs)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(params, opt_state), Metrics(loss, _norm(grads), sums)

@@ -20,7 +20,7 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.target import Target
 from tests.helpers import assert_close
 from tests.train.models import sharpened
-from train.checkpoints import Checkpoints, ResumeError
+from train.checkpoints import Checkpoints, ResumeError, check_same_run
 from train.data import Batches
 from train.loop import TrainingError
 from train.recipe import Recipe, load_recipe
@@ -187,3 +187,43 @@ def test_master_weights_stay_float32_when_computing_in_bfloat16(make_recipe: Any
     tree = saved._manager.restore(2, args=saved._ocp.args.Composite(state=saved._ocp.args.StandardRestore()))["state"]
     saved.close()
     assert {x.dtype for x in jax.tree.leaves(tree["params"])} == {jnp.dtype("float32")}
+
+
+def test_packing_fills_sequences_and_says_how_far(make_recipe: Any, tmp_path: Path) -> None:
+    summaries = []
+    for packing in ("true", "false"):
+        folder = tmp_path / packing
+        recipe = make_recipe("train_steps=1", "data.max_length=32", f"data.packing={packing}", f"output={folder}")
+        train(recipe, quiet=True)
+        summaries.append(json.loads((folder / "summary.json").read_text()))
+    packed, plain = (s["sequences"] for s in summaries)
+    assert packed["count"] < plain["count"] == 12 and plain["filled"] is None
+    assert packed["filled"] == summaries[0]["data"]["num_tokens"] / (32 * packed["count"]) > 0.7
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.files=[absent.jsonl]", "data.files: absent.jsonl: no such file"),
+        ("evaluate.files=[absent.jsonl]", "evaluate.files: absent.jsonl: no such file"),
+        ("evaluate.files=[{config}]", "evaluate.files: .*config.json"),
+        ("draft.init_from=./absent", "absent: no such folder"),
+        ("draft.init_from={folder}", "config.json is missing"),
+        ("output={config}", "output=.*config.json cannot be written"),
+    ],
+)
+def test_inputs_are_looked_at_before_training(
+    make_recipe: Any, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, message: str
+) -> None:
+    monkeypatch.setattr("train.run.load_target", lambda *_, **__: pytest.fail("the target was loaded"))
+    override = override.format(config=target_folder / "config.json", folder=tmp_path)
+    with pytest.raises(UserError, match=message):
+        train(make_recipe(override), quiet=True)
+
+
+def test_a_checkpoint_older_than_a_key_goes_on_as_it_began() -> None:
+    recipe = {"decay": 0.8, "data.packing": False}
+    same = {"data": "x", "num_steps": 1}
+    check_same_run({"recipe": {"decay": 0.8}, **same}, {"recipe": recipe, **same}, Path("run"))
+    with pytest.raises(ResumeError, match="data.packing: False then, True now"):
+        check_same_run({"recipe": {"decay": 0.8}, **same}, {"recipe": {**recipe, "data.packing": True}, **same}, Path())

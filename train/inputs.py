@@ -1,0 +1,40 @@
+"""What a run reads or writes late, looked at before it starts: better now than after hours of training."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from eagle3_jax.checkpoint.source import read_json, resolve
+from train.recipe import Recipe, RecipeError
+
+
+def check_inputs(recipe: Recipe) -> None:
+    """Looks at files, the head to go on from and the output folder, which is made.
+
+    Raises:
+      RecipeError: naming every key whose file or folder cannot be used.
+      CheckpointError: the head is not there.
+    """
+    problems = [*_missing("data.files", recipe.data.files), *_missing("evaluate.files", recipe.evaluate.files)]
+    if problems:
+        raise RecipeError("recipe: " + "; ".join(problems))
+    if recipe.draft.init_from is not None:
+        folder = resolve(recipe.draft.init_from)
+        read_json(folder, "config.json", required=True)
+    check_writable(Path(recipe.output))
+
+
+def _missing(key: str, files: Iterable[str]) -> Iterable[str]:
+    return (f"{key}: {file}: no such file" for file in files if not Path(file).exists())
+
+
+def check_writable(output: Path) -> None:
+    """Makes the folder and writes to it."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise RecipeError(f"output={output} cannot be written: {error.strerror or error}") from error
