@@ -9,6 +9,7 @@ from eagle3_jax.cli import Command
 
 COMMANDS = {
     "prepare": Command("train.prepare", "conversations to tokens and loss masks, once"),
+    "vocab": Command("train.vocab_file", "the draft vocabulary of prepared data"),
     "regenerate": Command("train.regenerate", "let the target answer prompts itself"),
 }
 

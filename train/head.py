@@ -15,6 +15,8 @@ from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig, check_aux_l
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.target import Target
 from train.recipe import DraftRecipe, RecipeError
+from train.vocab import choose_draft_vocab
+from train.vocab_file import read_vocab_file
 
 DEFAULT_DRAFT_VOCAB = 32000
 
@@ -35,7 +37,7 @@ def draft_config(recipe: DraftRecipe, target: TargetConfig) -> DraftConfig:
         num_kv_heads=recipe.num_kv_heads or recipe.num_heads or target.num_kv_heads,
         head_dim=head_dim,
         vocab_size=target.vocab_size,
-        draft_vocab_size=recipe.draft_vocab_size or min(DEFAULT_DRAFT_VOCAB, target.vocab_size),
+        draft_vocab_size=_draft_vocab_size(recipe, target.vocab_size),
         aux_layers=check_aux_layers(aux, target.num_layers),
         rope=RopeConfig(recipe.rope_theta or target.rope.theta, head_dim),
         num_layers=recipe.num_layers,
@@ -47,6 +49,22 @@ def draft_config(recipe: DraftRecipe, target: TargetConfig) -> DraftConfig:
         fc_norm=recipe.fc_norm,
         norm_output=recipe.norm_output,
     )
+
+
+def _draft_vocab_size(recipe: DraftRecipe, vocab_size: int) -> int:
+    if recipe.vocab_file is None:
+        return recipe.draft_vocab_size or min(DEFAULT_DRAFT_VOCAB, vocab_size)
+    size = len(read_vocab_file(recipe.vocab_file, vocab_size))
+    if recipe.draft_vocab_size not in (None, size):
+        raise RecipeError(f"draft.draft_vocab_size={recipe.draft_vocab_size}; {recipe.vocab_file} has {size} tokens")
+    return size
+
+
+def draft_vocab(recipe: DraftRecipe, counts: np.ndarray, size: int) -> np.ndarray:
+    """Absolute target ids [U] int32: those of `vocab_file`, or else the most frequent by counts [V]."""
+    if recipe.vocab_file is not None:
+        return read_vocab_file(recipe.vocab_file, len(counts))
+    return choose_draft_vocab(counts, size)
 
 
 def check_exportable(config: DraftConfig) -> None:

@@ -52,6 +52,7 @@ class DraftRecipe:
     init_from: an existing head to go on from; its config, vocabulary and aux layers are kept, the keys below ignored.
     architecture: llama, or qwen3 (q/k norms).
     draft_vocab_size: by default 32000, or all of a smaller vocabulary.
+    vocab_file: the draft vocabulary as `eagle3 data vocab` wrote it, instead of one chosen from data.files.
     aux_layers: boundary ids of the target, by default (2, L//2, L-3).
     init_head: start the output projection and final norm from the target's.
     """
@@ -65,6 +66,7 @@ class DraftRecipe:
     intermediate_size: int | None = None
     rope_theta: float | None = None
     draft_vocab_size: int | None = None
+    vocab_file: str | None = None
     aux_layers: tuple[int, ...] | None = None
     norm_before_residual: bool = False
     norm_before_fc: bool = False

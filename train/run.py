@@ -29,7 +29,7 @@ from train.checkpoints import Checkpoints, describe_run
 from train.conversations import Row
 from train.data import Batches, DataReport, bucket_lengths, load_rows
 from train.evaluate import Answer, answers_of, count_acceptance, make_matches
-from train.head import check_exportable, draft_config, existing_head, new_head
+from train.head import check_exportable, draft_config, draft_vocab, existing_head, new_head
 from train.inputs import check_inputs
 from train.loop import Loop
 from train.mask import ChatRenderer
@@ -38,7 +38,7 @@ from train.packing import filled, pack_rows
 from train.progress import Progress
 from train.recipe import Recipe, RecipeError, flatten, to_yaml
 from train.step import Frozen, Model, TrainState, make_model, make_step
-from train.vocab import choose_draft_vocab, count_supervised, coverage
+from train.vocab import count_supervised, coverage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _head(recipe: Recipe, data: Data, target: Target, mesh: Mesh | None) -> tupl
     if draft.init_from is not None:
         return existing_head(draft.init_from, target, mesh)
     config = draft_config(draft, target.config)
-    d2t = choose_draft_vocab(data.counts, config.draft_vocab_size)
+    d2t = draft_vocab(draft, data.counts, config.draft_vocab_size)
     return new_head(config, d2t, target, seed=recipe.seed, init_head=draft.init_head), ()
 
 

@@ -98,10 +98,10 @@ def check_settings(where: Path, old: Mapping[str, Any], new: Mapping[str, Any]) 
         raise ShardError(f"{where} was begun with other settings ({changes}); choose another output")
 
 
-def write_json(path: Path, table: Mapping[str, Any]) -> None:
+def write_json(path: Path, table: Mapping[str, Any], indent: int | None = 1) -> None:
     """Whole or not at all."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    part.write_text(json.dumps(table, indent=indent) + "\n", encoding="utf-8")
     _settle(part, path)
 
 
