@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
+from jinja2 import TemplateError
 from tqdm import tqdm
 
 from eagle3_jax.checkpoint import load_drafter, load_target
@@ -31,7 +32,7 @@ from infer.options import (
 )
 from infer.outputs import RequestOutput, SpecMetrics
 from infer.params import SamplingParams
-from infer.prompts import PreparedPrompt, Prompt, as_list, params_for_each, prepare
+from infer.prompts import PreparedPrompt, Prompt, as_conversations, as_list, params_for_each, prepare
 from infer.requests import Continuation, Request
 from infer.sampling import request_key, request_state, resolve_stop_ids
 
@@ -241,15 +242,18 @@ class LLM:
         tokenizer = self.get_tokenizer()
         if chat_template is None and not getattr(tokenizer, "chat_template", None):
             raise UserError("chat: the model's tokenizer has no chat template; use generate(), or give chat_template")
-        return tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            tokenize=False,
-            **(chat_template_kwargs or {}),
-        )
+        try:
+            return tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                tokenize=False,
+                **(chat_template_kwargs or {}),
+            )
+        except (TemplateError, TypeError, ValueError) as error:  # whatever a template does with what it did not expect
+            raise UserError(f"chat: the template cannot render this conversation: {error}") from error
 
     # ---------------------------------------------------------------------------------------------- inside
 
@@ -263,7 +267,7 @@ class LLM:
         )
 
     def _prepare_chat(self, messages: Any, template: Mapping[str, Any]) -> list[PreparedPrompt]:
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        conversations = as_conversations(messages)
         # The template writes the special tokens; the tokenizer must not add a second beginning.
         return self._prepare([self.render(one, **template) for one in conversations], add_special_tokens=False)
 

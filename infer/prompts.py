@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from eagle3_jax.errors import UserError
@@ -25,10 +25,26 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list. A flat list of integers is one prompt of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not hasattr(prompts, "__iter__"):
+        raise UserError(f"prompts: expected text, token ids or a list of these, found {type(prompts).__name__}")
     many = list(prompts)
     if many and all(_is_int(item) for item in many):
         return [many]  # type: ignore[list-item]
     return many  # type: ignore[return-value]
+
+
+def as_conversations(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
+    """One conversation or a list of them, as a list. Raises UserError for what is no list of messages with a role."""
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+        raise UserError(f"chat: expected a list of messages, found {_short(messages)}")
+    many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+    for index, one in enumerate(many):
+        if isinstance(one, str) or not isinstance(one, Sequence) or not one:
+            raise UserError(f"conversation {index}: expected a list of messages, found {_short(one)}")
+        for message in one:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise UserError(f"conversation {index}: a message needs a role and content, found {_short(message)}")
+    return many
 
 
 def prepare(
@@ -53,6 +69,8 @@ def params_for_each(
     """One SamplingParams a prompt, from one for all or a list. Raises UserError when the list has another length."""
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * count
+    if isinstance(params, (str, Mapping)) or not isinstance(params, Iterable):
+        raise UserError(f"sampling_params: expected SamplingParams or a list of them, found {type(params).__name__}")
     many = list(params)
     if len(many) != count:
         raise UserError(f"sampling_params: {len(many)} given for {count} prompts; give one, or one for each prompt")

@@ -198,6 +198,27 @@ def test_chat(llm: LLM) -> None:
     assert list(llm.stream_chat(messages, SEEDED))[-1].outputs[0] == llm.chat(messages, SEEDED)[0].outputs[0]
 
 
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", "chat: expected a list of messages, found 'hello'"),
+        ([{"role": "user", "content": "a"}, "b"], "conversation 0: a message needs a role and content, found 'b'"),
+        ([{"content": "a"}], "conversation 0: a message needs a role"),
+        ([[{"role": "user", "content": "a"}], []], "conversation 1: expected a list of messages, found []"),
+    ],
+)
+def test_bad_conversations_are_refused(llm: LLM, messages: Any, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        llm.chat(messages, SEEDED)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('system first') }}", "{{ 'a' + messages }}", "{% if %}"])
+def test_what_a_template_cannot_render_is_refused(llm: LLM, template: str) -> None:
+    with pytest.raises(UserError, match="chat: the template cannot render this conversation: ."):
+        llm.chat([{"role": "user", "content": "a"}], SEEDED, chat_template=template)
+
+
 def test_default_sampling_params_come_from_the_model(models: dict[str, Any]) -> None:
     llm = build({"target": models["target"]}, generation_config={"temperature": 0.6, "top_k": 20, "bos_token_id": 1})
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.6, top_k=20)
@@ -253,6 +274,10 @@ def test_bad_sampling_params_are_refused(llm: LLM, models: dict[str, Any]) -> No
         llm.generate(PROMPTS[:2], [SEEDED] * 3)
     with pytest.raises(UserError, match="sampling_params 1: expected SamplingParams, found dict"):
         llm.generate(PROMPTS[:2], [SEEDED, {"temperature": 0}])  # type: ignore[list-item]
+    with pytest.raises(UserError, match="sampling_params: expected SamplingParams or a list of them, found dict"):
+        llm.generate(PROMPTS[:2], {"temperature": 0})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="prompts: expected text, token ids or a list of these, found NoneType"):
+        llm.generate(None)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="sampling_params 0: stop_token_ids: 9999 is outside the vocabulary"):
         llm.generate(PROMPTS[0], SamplingParams(stop_token_ids=[9999]))
 
