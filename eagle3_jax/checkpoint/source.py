@@ -68,7 +68,7 @@ def read_json(folder: Path, name: str, *, required: bool = False) -> dict[str, A
         return {}
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(folder, [f"{name} is not JSON: {error}"]) from error
     if not isinstance(table, dict):
         raise CheckpointError(folder, [f"{name} is not a table"])

@@ -10,7 +10,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import io
+import math
 import pickle
+import pickletools
 import struct
 import zipfile
 from pathlib import Path
@@ -30,9 +32,7 @@ STORAGES: dict[str, np.dtype[Any]] = {
     }.items()
 }  # fmt: skip
 
-FAULTS = (  # what a damaged or hostile archive makes zipfile and pickle raise
-    zipfile.BadZipFile, pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, AttributeError, IndexError,
-)  # fmt: skip
+MAX_PICKLE = 100_000_000  # bytes of data.pkl: descriptions of tensors take some hundred each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +79,14 @@ class _Unpickler(pickle.Unpickler):
         return _Storage(dtype, str(key), int(size))
 
 
+def _unpickle(text: bytes) -> Any:
+    """The content, after a look at the program: an index beyond its length would make pickle fill the memory."""
+    for opcode, argument, _ in pickletools.genops(text):
+        if "PUT" in opcode.name and int(argument or 0) > len(text):
+            raise pickle.UnpicklingError(f"its memo has an entry {argument}")
+    return _Unpickler(io.BytesIO(text)).load()
+
+
 def read_torch_file(file: Path) -> tuple[dict[str, TensorInfo], list[str]]:
     """The tensors of a `.bin` file, and what is wrong with it."""
     if not zipfile.is_zipfile(file):
@@ -86,8 +94,8 @@ def read_torch_file(file: Path) -> tuple[dict[str, TensorInfo], list[str]]:
     try:
         with zipfile.ZipFile(file) as archive:
             return _read_archive(file, archive)
-    except FAULTS as error:
-        return {}, [f"{file.name}: refused, {error}"]
+    except Exception as error:  # a damaged or hostile archive makes zipfile and pickle raise whatever they can
+        return {}, [f"{file.name}: refused, {error or type(error).__name__}"]
 
 
 def _read_archive(file: Path, archive: zipfile.ZipFile) -> tuple[dict[str, TensorInfo], list[str]]:
@@ -98,14 +106,16 @@ def _read_archive(file: Path, archive: zipfile.ZipFile) -> tuple[dict[str, Tenso
     root = pickles[0].removesuffix("data.pkl")
     if archive.read(f"{root}byteorder").strip() != b"little" if f"{root}byteorder" in members else False:
         return {}, [f"{file.name}: written on a big-endian machine"]
-    content = _Unpickler(io.BytesIO(archive.read(pickles[0]))).load()
+    if members[pickles[0]].file_size > MAX_PICKLE:
+        return {}, [f"{file.name}: its data.pkl would be {members[pickles[0]].file_size} bytes long"]
+    content = _unpickle(archive.read(pickles[0]))
     if not isinstance(content, dict):
         return {}, [f"{file.name}: holds a {type(content).__name__}, not a table of tensors"]
     tensors: dict[str, TensorInfo] = {}
     problems: list[str] = []
     for name, tensor in content.items():
         found = (
-            _locate(file, members.get(f"{root}data/{tensor.storage.key}"), name, tensor)
+            _locate(file, members.get(f"{root}data/{getattr(tensor.storage, 'key', '')}"), name, tensor)
             if isinstance(tensor, _Tensor)
             else "not a tensor"
         )
@@ -117,20 +127,24 @@ def _read_archive(file: Path, archive: zipfile.ZipFile) -> tuple[dict[str, Tenso
 
 
 def _locate(file: Path, member: zipfile.ZipInfo | None, name: str, tensor: _Tensor) -> TensorInfo | str:
+    if not isinstance(name, str) or not isinstance(tensor.storage, _Storage):
+        return "not a named tensor with a storage"
+    if not all(isinstance(n, int) and n >= 0 for n in (*tensor.shape, *tensor.strides, tensor.start)):
+        return f"its shape {tensor.shape!r} or strides {tensor.strides!r} are not natural numbers"
     if member is None:
         return "its bytes are not in the archive"
     if member.compress_type != zipfile.ZIP_STORED:
         return "its bytes are compressed, which torch never does"
     extent = tensor.start + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.strides, strict=True))
-    if (
-        min((*tensor.shape, *tensor.strides, tensor.start), default=0) < 0
-        or extent * tensor.storage.dtype.itemsize > member.file_size
-    ):
+    extent = max(extent, math.prod(tensor.shape))  # no element twice: a few bytes could pass for terabytes
+    if extent * tensor.storage.dtype.itemsize > member.file_size:
         return f"shape {list(tensor.shape)} does not fit into its {member.file_size} bytes"
     with file.open("rb") as stream:  # the local header repeats the name, with extra bytes of its own for alignment
         stream.seek(member.header_offset + 26)
         name_length, extra_length = struct.unpack("<HH", stream.read(4))
     begin = member.header_offset + 30 + name_length + extra_length
+    if begin + member.file_size > file.stat().st_size:
+        return "its bytes lie beyond the end of the file"
     strides = None if tensor.strides == _row_by_row(tensor.shape) else tensor.strides
     return TensorInfo(
         name, file, tensor.storage.dtype, tensor.shape, begin + tensor.start * tensor.storage.dtype.itemsize, strides
