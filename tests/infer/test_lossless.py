@@ -100,6 +100,20 @@ def test_alone_or_in_a_batch() -> None:
     assert alone.tokens == reference("qwen3_5")[2].tokens
 
 
+def test_drafts_do_not_depend_on_chunks_slots_or_syncs() -> None:
+    """Not only the tokens but which drafts were accepted: the head's features cross chunks and wait for neighbours."""
+    model = family_target("qwen3_5")
+    head = tiny.drafter(model.config)
+    loud = [SamplingParams(temperature=2.0, max_tokens=24, seed=i) for i in range(len(PROMPTS))]
+    sizes: list[dict[str, int]] = [
+        {"prefill_chunk": 64, "max_num_seqs": 6},
+        {"prefill_chunk": 7, "max_num_seqs": 2, "cycles_per_sync": 1},
+    ]
+    want, got = (tiny.answers(tiny.build(model, head, Speculation(3), **size), PROMPTS, loud) for size in sizes)
+    assert len(accepted_counts(want)) >= 3
+    assert [(a.tokens, a.codes) for a in got] == [(a.tokens, a.codes) for a in want]
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_spread_over_devices(family: str) -> None:
     """Heads, features and experts over a mesh of four: the same text as on one device."""
