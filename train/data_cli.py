@@ -11,6 +11,7 @@ COMMANDS = {
     "prepare": Command("train.prepare", "conversations to tokens and loss masks, once"),
     "vocab": Command("train.vocab_file", "the draft vocabulary of prepared data"),
     "regenerate": Command("train.regenerate", "let the target answer prompts itself"),
+    "features": Command("train.feature_files", "what the target says to prepared data, for training without it"),
 }
 
 

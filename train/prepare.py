@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 from collections import Counter
 from itertools import chain, islice
 from pathlib import Path
@@ -15,12 +14,13 @@ from tqdm import tqdm
 from eagle3_jax.checkpoint.hf import read_config
 from eagle3_jax.checkpoint.source import read_json, resolve
 from eagle3_jax.errors import UserError
+from train.checksums import file_checksum, template_checksum, tokenizer_checksum
 from train.conversations import Row
 from train.data import DataError, DataReport
 from train.mask import ChatRenderer
 from train.renderer import add_template_arguments, parse_template_kwargs
 from train.rendering import Rendering, render_all
-from train.shards import ROWS, ShardWriter, checksum, row_counts, row_tensors
+from train.shards import ROWS, ShardWriter, row_counts, row_tensors
 from train.sources import read_records
 
 
@@ -73,28 +73,6 @@ def _settings(args: argparse.Namespace, how: Rendering, renderer: ChatRenderer |
         "format": ROWS, "files": files, **chosen, "shard_tokens": args.shard_tokens,
         "tokenizer": tokenizer_checksum(renderer), "chat_template": template_checksum(renderer),
     }  # fmt: skip
-
-
-def file_checksum(path: Path) -> str:
-    """Of a file, or of the names and contents of a folder's."""
-    if path.is_file():
-        return checksum(path)[:16]
-    if not path.is_dir():
-        raise UserError(f"{path}: no such data file")
-    parts = [f"{file.name} {checksum(file)}" for file in sorted(path.rglob("*")) if file.is_file()]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def tokenizer_checksum(renderer: ChatRenderer | None) -> str | None:
-    """Of the vocabulary: two tokenizers with the same one give the same ids a meaning."""
-    if renderer is None:
-        return None
-    words = sorted(renderer.tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return hashlib.sha256(repr(words).encode()).hexdigest()[:16]
-
-
-def template_checksum(renderer: ChatRenderer | None) -> str | None:
-    return hashlib.sha256(str(renderer.tokenizer.chat_template).encode()).hexdigest()[:16] if renderer else None
 
 
 # ----------------------------------------------------------------------------------------------------- shards

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from eagle3_jax.checkpoint.source import resolve, weight_files
+from eagle3_jax.checkpoint.source import resolve
 from eagle3_jax.errors import UserError
 from train.answers import AnswerFile
+from train.checksums import model_checksum
 from train.conversations import BadRow, Conversation, parse_prompt
 from train.mask import ChatRenderer
 from train.renderer import add_template_arguments, load_renderer, parse_template_kwargs
@@ -95,15 +96,7 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What an answer depends on, beside its prompt."""
     names = ("temperatures", "top_p", "top_k", "max_tokens", "seed", "dtype")
-    return {"target": fingerprint(folder), **{name: getattr(args, name) for name in names}}
-
-
-def fingerprint(folder: Path) -> str:
-    """Of a model: its configuration, and the names and sizes of its weights."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes() if (folder / "config.json").is_file() else b"")
-    for file in weight_files(folder):
-        digest.update(f"{file.name} {file.stat().st_size};".encode())
-    return digest.hexdigest()[:16]
+    return {"target": model_checksum(folder), **{name: getattr(args, name) for name in names}}
 
 
 def _engine(args: argparse.Namespace, folder: Path) -> LLM:

@@ -207,7 +207,7 @@ def read_rows(folder: Path) -> Iterator[Row]:
 
 def rows_of(tensors: Mapping[str, np.ndarray]) -> Iterator[Row]:
     """The rows of one shard."""
-    offsets, tokens, mask = tensors["offsets"], tensors["tokens"], tensors["mask"]
+    offsets, tokens, mask = (np.asarray(tensors[name]) for name in ("offsets", "tokens", "mask"))  # plain views
     for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         yield Row(tokens[start:end], mask[start:end])
 
