@@ -21,7 +21,7 @@ FREE_KEYS = ("output", "save_every", "keep", "log_every", "export", "remat", "me
 
 
 # What runs did before these keys existed: their checkpoints do not name them.
-OLD_DEFAULTS = {"data.packing": False}
+OLD_DEFAULTS = {"data.packing": False, "loss": "kl", "kl_scale": 1.0, "kl_decay": 1.0}
 
 
 class ResumeError(UserError):

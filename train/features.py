@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +22,13 @@ class Features:
 
     aux: [B, T, D] for each boundary. hidden: [B, T, D] after the final norm, from which logits follow.
     top1: [B, T] int32, the argmax over the whole vocabulary: what greedy decoding would say next.
+    log_sum: [B, T] float32, the log-sum-exp over the whole vocabulary, if asked for.
     """
 
     aux: tuple[Array, ...]
     hidden: Array
     top1: Array
+    log_sum: Array | None = None
 
 
 def target_features(
@@ -34,6 +37,7 @@ def target_features(
     aux_layers: Sequence[int],
     *,
     segment_ids: Array | None = None,
+    log_sum: bool = False,
     vocab_block: int | None = None,
 ) -> Features:
     """Runs the target over tokens [B, T], without a cache. Rows are padded on the right, where causality hides it.
@@ -42,27 +46,43 @@ def target_features(
     """
     out = target(tokens, segment_ids=segment_ids, aux_layers=aux_layers)
     block = vocab_block or max(512, _BLOCK_ELEMENTS // tokens.size)
-    return lax.stop_gradient(Features(out.aux, out.hidden, vocabulary_argmax(target, out.hidden, block)))
+    return lax.stop_gradient(Features(out.aux, out.hidden, *vocabulary_scan(target, out.hidden, block, log_sum)))
 
 
-def vocabulary_argmax(target: Target, hidden: Array, block: int) -> Array:
-    """argmax of `target.logits(hidden)` [B, T] int32, with logits of `block` tokens at a time.
+def vocabulary_scan(target: Target, hidden: Array, block: int, log_sum: bool = False) -> tuple[Array, Array | None]:
+    """argmax [B, T] int32 of `target.logits(hidden)` and, if asked for, their log-sum-exp, `block` logits at a time.
 
-    The last block overlaps the one before where `block` does not divide V; a token seen twice wins only once, since
-    later blocks must be strictly greater.
+    The last block overlaps the one before where `block` does not divide V. A token seen twice wins only once, since
+    later blocks must be strictly greater; in the sum it is left out.
     """
     size = target.config.vocab_size
     block = min(block, size)
 
-    def visit(i: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
+    def visit(i: Array, best: _Scan) -> _Scan:
         start = jnp.minimum(i * block, size - block)
         logits = _block_logits(target, hidden, start, block)
         top, index = jnp.max(logits, axis=-1), start + jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        better = top > best[0]
-        return jnp.where(better, top, best[0]), jnp.where(better, index, best[1])
+        better = top > best.top
+        top, index = jnp.where(better, top, best.top), jnp.where(better, index, best.place)
+        if best.total is None:
+            return _Scan(top, index, None)
+        fresh = (start + jnp.arange(block) >= i * block)[None, None]
+        added = jnp.sum(jnp.where(fresh, jnp.exp(logits - top[..., None]), 0.0), axis=-1)
+        return _Scan(top, index, best.total * jnp.exp(best.top - top) + added)
 
-    nothing = jnp.full(hidden.shape[:-1], -jnp.inf), jnp.zeros(hidden.shape[:-1], jnp.int32)
-    return lax.fori_loop(0, -(-size // block), visit, nothing)[1]
+    shape = hidden.shape[:-1]
+    total = jnp.zeros(shape, jnp.float32) if log_sum else None
+    nothing = _Scan(jnp.full(shape, -jnp.inf), jnp.zeros(shape, jnp.int32), total)
+    found = lax.fori_loop(0, -(-size // block), visit, nothing)
+    return found.place, None if found.total is None else found.top + jnp.log(found.total)
+
+
+class _Scan(NamedTuple):
+    """Of the logits so far, each [B, T]: the greatest, where it is, and the sum of e^(logit - greatest)."""
+
+    top: Array
+    place: Array
+    total: Array | None
 
 
 def _block_logits(target: Target, hidden: Array, start: Array, block: int) -> Array:

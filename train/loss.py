@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from eagle3_jax.segments import segment_positions
+from train.objective import KL, Objective, divergence, log_acceptance, step_means
 from train.ttt import shift_left, shift_right
 
 _CHUNK_ELEMENTS = 2**27
@@ -26,14 +27,16 @@ _CHUNK_ELEMENTS = 2**27
 class StepSums:
     """For each step, [n] float32 sums over the batch.
 
-    loss: divergence over the counted positions. counted: supervised, and the target's choice can be drafted.
-    supervised: see `supervised_run`. hits: supervised positions where the drafter guesses the target's choice.
+    loss: divergence, or -log acceptance, over the counted positions. counted: supervised, and the target's choice can
+    be drafted. supervised: see `supervised_run`. hits: supervised positions where the drafter guesses the target's
+    choice. accepted: chances of acceptance over the counted positions, if the objective needs them.
     """
 
     loss: Array
     counted: Array
     supervised: Array
     hits: Array
+    accepted: Array | None = None
 
 
 def supervised_run(mask: Array, segment_ids: Array | None = None) -> Array:
@@ -79,6 +82,8 @@ def step_sums(
     mask: Array,
     *,
     segment_ids: Array | None = None,
+    objective: Objective = KL,
+    teacher_log_sum: Array | None = None,
     chunk: int | None = None,
 ) -> StepSums:
     """Compares the drafter's guesses with the teacher.
@@ -91,39 +96,48 @@ def step_sums(
       teacher_choice: [B, T] int32, its argmax over the whole vocabulary as a draft id, -1 if it has none.
       mask: [B, T] bool, the assistant's tokens.
       segment_ids: [B, T] of packed rows.
+      teacher_log_sum: [B, T], log-sum-exp of the teacher's logits over the whole vocabulary, if the objective needs
+        acceptance.
     """
     steps, batch, length, _ = outputs.shape
     chunk = chunk or chunk_size(length, (steps + 1) * batch, teacher_kernel.shape[1])
     aligned = jnp.stack([shift_right(h, i + 1) for i, h in enumerate(outputs)])
     run = shift_left(supervised_run(mask, segment_ids), 1)
 
-    def compare(hidden: Array, teacher: Array, choice: Array, run: Array) -> StepSums:
+    def compare(hidden: Array, teacher: Array, choice: Array, run: Array, log_sum: Array | None = None) -> StepSums:
         logits = jnp.matmul(teacher, teacher_kernel, preferred_element_type=jnp.float32)
-        log_teacher = jax.nn.log_softmax(logits)
-        return _sum_steps(draft_logits(hidden), log_teacher, choice, run)
+        return _sum_steps(draft_logits(hidden), logits, log_sum, choice, run, objective)
 
-    sums = chunked(compare, [(aligned, 2), (teacher_hidden, 1), (teacher_choice, 1), (run, 1)], chunk)
+    arrays = [(aligned, 2), (teacher_hidden, 1), (teacher_choice, 1), (run, 1)]
+    if objective.needs_acceptance:
+        if teacher_log_sum is None:
+            raise ValueError(f"{objective.kind} needs teacher_log_sum")
+        arrays.append((teacher_log_sum, 1))
+    sums = chunked(compare, arrays, chunk)
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
 
-def _sum_steps(logits: Array, log_teacher: Array, choice: Array, run: Array) -> StepSums:
-    """logits [n, B, C, U], log_teacher [B, C, U], choice and run [B, C]."""
+def _sum_steps(
+    logits: Array, teacher: Array, log_sum: Array | None, choice: Array, run: Array, objective: Objective
+) -> StepSums:
+    """logits [n, B, C, U], the teacher's [B, C, U], log_sum, choice and run [B, C]."""
     needed = jnp.arange(2, 2 + len(logits))[:, None, None]
     supervised = run[None] >= needed
     counted = supervised & (choice >= 0)[None]
-    divergence = _divergence(log_teacher[None], jax.nn.log_softmax(logits))
     hits = counted & (jnp.argmax(logits, axis=-1) == choice[None])
+    log_draft = jax.nn.log_softmax(logits)
+    accepted = None if log_sum is None else log_acceptance((teacher - log_sum[..., None])[None], log_draft)
+    if objective.kind == "lk_alpha" and accepted is not None:
+        loss = -accepted
+    else:
+        loss = divergence(jax.nn.log_softmax(teacher)[None], log_draft)
     # `where` and not a product: a padded place may hold anything, and 0 * nan is nan.
-    parts = StepSums(jnp.where(counted, divergence, 0.0), counted, supervised, hits)
+    chance = None if accepted is None else jnp.where(counted, jnp.exp(accepted), 0.0)
+    parts = StepSums(jnp.where(counted, loss, 0.0), counted, supervised, hits, chance)
     return jax.tree.map(lambda x: jnp.sum(x, axis=(1, 2), dtype=jnp.float32), parts)
 
 
-def _divergence(log_teacher: Array, log_draft: Array) -> Array:
-    """Forward Kullback-Leibler divergence: the soft cross-entropy less the teacher's own entropy."""
-    return jnp.sum(jnp.exp(log_teacher) * (log_teacher - log_draft), axis=-1)
-
-
-def total_loss(sums: StepSums, decay: float) -> Array:
+def total_loss(sums: StepSums, decay: float, objective: Objective = KL) -> Array:
     """The steps' means, each over its counted positions, weighted decay**i."""
     weights = decay ** jnp.arange(len(sums.loss), dtype=jnp.float32)
-    return jnp.sum(weights * sums.loss / jnp.maximum(sums.counted, 1))
+    return jnp.sum(weights * step_means(objective, sums.loss, sums.accepted, sums.counted))

@@ -15,6 +15,7 @@ import yaml
 from eagle3_jax.errors import UserError
 from train.data import Overlong
 from train.mask import ChangedTurns
+from train.objective import Kind
 
 
 class RecipeError(UserError):
@@ -116,9 +117,10 @@ class Recipe:
     """A training run.
 
     target: folder or hub id. output: the run's folder. ttt_steps, decay: of the training-time test, and the weight of
-    step i, decay**i. train_steps, or else epochs, says how long. dtype: of computation; the head's master weights are
-    float32. remat: compute each step of the drafter again in the backward pass, for memory. keep: checkpoints kept.
-    export: write the head in SpecForge's format to OUTPUT/head at the end.
+    step i, decay**i. loss, kl_scale, kl_decay: see `train.objective`. train_steps, or else epochs, says how long.
+    dtype: of computation; the head's master weights are float32. remat: compute each step of the drafter again in the
+    backward pass, for memory. keep: checkpoints kept. export: write the head in SpecForge's format to OUTPUT/head at
+    the end.
     """
 
     target: str = ""
@@ -130,6 +132,9 @@ class Recipe:
     mesh: MeshRecipe = MeshRecipe()
     ttt_steps: int = 7
     decay: float = 0.8
+    loss: Kind = "kl"
+    kl_scale: float = 1.0
+    kl_decay: float = 1.0
     batch_size: int = 8
     train_steps: int | None = None
     epochs: float = 1.0
@@ -154,6 +159,8 @@ class Recipe:
             ),
             (self.ttt_steps < 1, f"ttt_steps={self.ttt_steps} is below 1"),
             (not 0 < self.decay <= 1, f"decay={self.decay} is not in (0, 1]"),
+            (not 0 <= self.kl_scale <= 1, f"kl_scale={self.kl_scale} is not in [0, 1]"),
+            (self.kl_decay < 0, f"kl_decay={self.kl_decay} is negative"),
             (self.batch_size < 1, f"batch_size={self.batch_size} is below 1"),
             (self.train_steps is not None and self.train_steps < 1, f"train_steps={self.train_steps} is below 1"),
             (self.evaluate.num_drafts < 1, f"evaluate.num_drafts={self.evaluate.num_drafts} is below 1"),

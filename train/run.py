@@ -33,6 +33,7 @@ from train.head import check_exportable, draft_config, draft_vocab, existing_hea
 from train.inputs import check_inputs
 from train.loop import Loop
 from train.mask import ChatRenderer
+from train.objective import Objective
 from train.optim import learning_rate, make_optimizer
 from train.packing import filled, pack_rows
 from train.progress import Progress
@@ -167,8 +168,9 @@ class _Run:
         r = self.recipe
         dtype = parse_dtype(r.dtype)
         return make_model(
-            target, self.head, num_steps=r.ttt_steps, decay=r.decay, dtype=dtype, remat=r.remat, mesh=self.mesh
-        )
+            target, self.head, num_steps=r.ttt_steps, decay=r.decay, dtype=dtype, remat=r.remat,
+            objective=Objective(r.loss, r.kl_scale, r.kl_decay), mesh=self.mesh,
+        )  # fmt: skip
 
     def go(self, *, quiet: bool) -> int:
         """Restores, trains, exports. Returns 0, or 128 + the signal that ended it early."""

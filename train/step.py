@@ -22,6 +22,7 @@ from eagle3_jax.target import Target
 from train.data import Batch
 from train.features import target_features
 from train.loss import StepSums, step_sums, total_loss
+from train.objective import KL, Objective
 from train.params import DraftGraph, Params, split_drafter
 from train.ttt import unroll
 from train.vocab import draft_index
@@ -83,6 +84,7 @@ class Model:
     decay: float = 0.8
     dtype: DTypeLike = jnp.float32
     remat: bool = False
+    objective: Objective = KL
 
     def target(self, frozen: Frozen) -> Target:
         return nnx.merge(self.target_graph, jax.tree.unflatten(self.target_tree, frozen.target))
@@ -111,17 +113,21 @@ class Model:
     def loss(self, params: Params, frozen: Frozen, inputs: Inputs) -> tuple[Array, StepSums]:
         """Loss and sums of a batch; differentiable in `params` alone."""
         tokens, ids = inputs.tokens, inputs.segment_ids
-        seen = target_features(self.target(frozen), tokens, self.aux_layers, segment_ids=ids)
+        log_sum = self.objective.needs_acceptance
+        seen = target_features(self.target(frozen), tokens, self.aux_layers, segment_ids=ids, log_sum=log_sum)
         outputs = self.outputs(params, frozen, seen.aux, tokens, ids)
         choice = frozen.draft_index[seen.top1]
         logits = self.draft_logits(params, frozen)
-        sums = step_sums(logits, outputs, seen.hidden, frozen.teacher, choice, inputs.mask, segment_ids=ids)
-        return total_loss(sums, self.decay), sums
+        sums = step_sums(
+            logits, outputs, seen.hidden, frozen.teacher, choice, inputs.mask, segment_ids=ids,
+            objective=self.objective, teacher_log_sum=seen.log_sum,
+        )  # fmt: skip
+        return total_loss(sums, self.decay, self.objective), sums
 
 
 def make_model(
     target: Target, drafter: Eagle3, *, num_steps: int, decay: float = 0.8, dtype: DTypeLike = jnp.float32,
-    remat: bool = False, mesh: Mesh | None = None,
+    remat: bool = False, objective: Objective = KL, mesh: Mesh | None = None,
 ) -> tuple[Model, Params, Frozen]:  # fmt: skip
     """Takes target and drafter apart. With a mesh, the drafter's arrays are laid out like the target's."""
     target_graph, leaves, tree = split(target)
@@ -130,7 +136,7 @@ def make_model(
     index = jnp.asarray(draft_index(np.asarray(d2t), target.config.vocab_size))
     teacher = jax.jit(lambda leaves, ids: nnx.merge(target_graph, jax.tree.unflatten(tree, leaves)).output_rows(ids))
     frozen = Frozen(leaves, fixed, teacher(leaves, d2t), index)
-    model = Model(target_graph, tree, graph, drafter.config.aux_layers, num_steps, decay, dtype, remat)
+    model = Model(target_graph, tree, graph, drafter.config.aux_layers, num_steps, decay, dtype, remat, objective)
     if mesh is not None:
         place = lambda name, x: param_sharding(name.split("."), x.shape, mesh, drafter.config)  # noqa: E731
         params = {name: jax.device_put(x, place(name, x)) for name, x in params.items()}

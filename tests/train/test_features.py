@@ -13,25 +13,27 @@ import pytest
 from eagle3_jax.config import TargetConfig
 from tests.helpers import assert_close
 from tests.train.models import HYBRID, TARGET, make_drafter, make_target, random_tokens
-from train.features import target_features, vocabulary_argmax
+from train.features import target_features, vocabulary_scan
 from train.loss import step_sums, total_loss
+from train.objective import Kind, Objective
 from train.params import split_drafter
 from train.ttt import unroll
 
 
 @pytest.mark.parametrize("config", [TARGET, HYBRID], ids=["untied", "tied"])
 @pytest.mark.parametrize("block", [7, 96, 97, 500])
-def test_argmax_in_blocks(config: TargetConfig, block: int) -> None:
+def test_argmax_and_log_sum_in_blocks(config: TargetConfig, block: int) -> None:
     target, hidden = make_target(config), jax.random.normal(jax.random.key(2), (2, 5, 16))
-    got = jax.jit(lambda h: vocabulary_argmax(target, h, block))(hidden)
-    assert np.array_equal(got, jnp.argmax(target.logits(hidden), axis=-1))
+    got, total = jax.jit(lambda h: vocabulary_scan(target, h, block, log_sum=True))(100 * hidden)
+    assert np.array_equal(got, jnp.argmax(target.logits(100 * hidden), axis=-1))
+    assert_close(total, jax.nn.logsumexp(target.logits(100 * hidden), axis=-1))
 
 
 def test_a_tie_goes_to_the_lowest_id() -> None:
     target = make_target(HYBRID)
     target.embed_tokens.weight[...] = jnp.tile(target.embed_tokens.weight[...][:1], (97, 1))
-    got = vocabulary_argmax(target, jnp.ones((1, 3, 16)), 10)
-    assert got.tolist() == [[0, 0, 0]]
+    got, total = vocabulary_scan(target, jnp.ones((1, 3, 16)), 10)
+    assert got.tolist() == [[0, 0, 0]] and total is None
 
 
 def test_features_are_the_targets_and_carry_no_gradient() -> None:
@@ -57,19 +59,24 @@ def largest_array(hlo: str) -> int:
     return max(int(np.prod([int(d) for d in s.split(",")])) for s in shapes)
 
 
-def test_the_step_never_holds_logits_of_all_tokens() -> None:
+@pytest.mark.parametrize("kind", ["kl", "lk_lambda"])
+def test_the_step_never_holds_logits_of_all_tokens(kind: Kind) -> None:
     batch, length, vocab, drafted = 2, 64, 4001, 1009
     config = dataclasses.replace(TARGET, vocab_size=vocab)
     drafter = make_drafter(vocab_size=vocab, draft_vocab_size=drafted)
+    objective = Objective(kind)
     target, (graph, params, fixed) = make_target(config), split_drafter(drafter)
 
     def loss(params: dict[str, jax.Array], tokens: jax.Array, mask: jax.Array, kernel: jax.Array) -> jax.Array:
-        features = target_features(target, tokens, (1, 2, 3), vocab_block=256)
+        log_sum = objective.needs_acceptance
+        features = target_features(target, tokens, (1, 2, 3), vocab_block=256, log_sum=log_sum)
         merge = lambda: graph.merge(params, fixed, jnp.float32)
         outputs = unroll(merge, target.embed(tokens), features.aux, 3)
-        return total_loss(
-            step_sums(merge().logits, outputs, features.hidden, kernel, features.top1, mask, chunk=8), 0.8
-        )
+        sums = step_sums(
+            merge().logits, outputs, features.hidden, kernel, features.top1, mask, chunk=8,
+            objective=objective, teacher_log_sum=features.log_sum,
+        )  # fmt: skip
+        return total_loss(sums, 0.8, objective)
 
     shapes = (params, random_tokens(0, batch, length), jnp.ones((batch, length), bool), jnp.ones((16, drafted)))
     hlo = jax.jit(jax.value_and_grad(loss)).lower(*shapes).compile().as_text()

@@ -59,6 +59,9 @@ def test_a_written_recipe_reads_back(tmp_path: Path) -> None:
         ("output=''", "output is missing"),
         ("data.buckets=[512, 256]", "data.buckets=.* is not ascending"),
         ("ttt_steps=0", "ttt_steps=0"),
+        ("loss=lk", "loss='lk' is not one of kl, lk_alpha, lk_lambda"),
+        ("kl_scale=1.5", r"kl_scale=1.5 is not in \[0, 1\]"),
+        ("kl_decay=-1", "kl_decay=-1.0 is negative"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, override: str, message: str) -> None:

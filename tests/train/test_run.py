@@ -20,7 +20,7 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.target import Target
 from tests.helpers import assert_close
 from tests.train.models import sharpened
-from train.checkpoints import Checkpoints, ResumeError, check_same_run
+from train.checkpoints import OLD_DEFAULTS, Checkpoints, ResumeError, check_same_run
 from train.data import Batches
 from train.loop import TrainingError
 from train.recipe import Recipe, load_recipe
@@ -112,6 +112,13 @@ def test_learns_and_exports_what_it_learned(make_recipe: Any, target_folder: Pat
     step = saved.latest()
     assert step == 60 and saved.run_of(step)["draft_config"]["aux_layers"] == [1, 2, 3]
     saved.close()
+
+
+def test_learns_by_acceptance(make_recipe: Any) -> None:
+    recipe = make_recipe("loss=lk_lambda", "kl_decay=3", "train_steps=30", "log_every=15", "save_every=100")
+    assert train(recipe, quiet=True) == 0
+    course = losses(recipe)
+    assert course[-1] < 0.7 * course[0]
 
 
 def test_keeps_the_newest_checkpoints(make_recipe: Any) -> None:
@@ -222,7 +229,7 @@ def test_inputs_are_looked_at_before_training(
 
 
 def test_a_checkpoint_older_than_a_key_goes_on_as_it_began() -> None:
-    recipe = {"decay": 0.8, "data.packing": False}
+    recipe = {"decay": 0.8, **OLD_DEFAULTS}
     same = {"data": "x", "num_steps": 1}
     check_same_run({"recipe": {"decay": 0.8}, **same}, {"recipe": recipe, **same}, Path("run"))
     with pytest.raises(ResumeError, match="data.packing: False then, True now"):
