@@ -12,7 +12,7 @@ from tests.helpers import assert_close
 from train.loss import StepSums, step_sums, supervised_run, total_loss
 from train.objective import Kind, Objective, log_acceptance
 
-STEPS, BATCH, LENGTH, WIDTH, VOCAB, DRAFTED, DECAY = 3, 2, 9, 6, 23, 9, 0.7
+STEPS, BATCH, LENGTH, WIDTH, VOCAB, DRAFTED, DECAY = 3, 2, 11, 6, 23, 9, 0.7
 D2T = np.sort(np.random.default_rng(1).permutation(VOCAB)[:DRAFTED])
 MASK = np.random.default_rng(2).random((BATCH, LENGTH)) < 0.85
 
