@@ -71,12 +71,17 @@ class Cache(_Replace):
         return self.replace(page_table=page_table, contiguous=False)
 
     def reset(self, slots: Array) -> Cache:
-        """Empties the slots where `slots` [B] is True. Keys and values need no clearing."""
+        """Empties the slots where `slots` [B] is True.
+
+        Keys and values too, though none of them counts any more: a NaN would pass through a weight of zero, and the
+        slot's next sequence would suffer for its last.
+        """
 
         def clear(layer: KVPages | DeltaState) -> KVPages | DeltaState:
-            if isinstance(layer, KVPages):
-                return layer
-            return layer.replace(state=_zero_rows(layer.state, slots), inputs=_zero_rows(layer.inputs, slots))
+            if isinstance(layer, DeltaState):
+                return jax.tree.map(lambda x: _zero_rows(x, slots), layer)
+            pages = jnp.where(slots[:, None], self.page_table, layer.keys.shape[1])  # out of range, hence dropped
+            return jax.tree.map(lambda x: x.at[:, pages].set(0, mode="drop"), layer)
 
         zero = jnp.zeros_like(self.lengths)
         return self.replace(

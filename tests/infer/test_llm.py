@@ -84,6 +84,16 @@ def test_alone_or_in_a_batch_with_others(llm: LLM) -> None:
     assert together == [ids(generate(llm, PROMPTS[i], params[i]))[0] for i in range(4)]
 
 
+def test_a_broken_neighbour_leaves_nothing_behind() -> None:
+    """A token whose embedding is NaN: the next request in its slot sees none of it, in the target or in the head."""
+    target = make_target(tie_word_embeddings=False)
+    target.embed_tokens.weight[...] = target.embed_tokens.weight[...].at[7].set(np.nan)
+    llm = build({"target": target, "drafter": make_drafter()}, max_num_seqs=1)
+    prompts = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [1, 7, 3, 4, 5, 6, 7, 8]}]
+    before, _, after = generate(llm, [prompts[0], prompts[1], prompts[0]])
+    assert before.outputs[0] == after.outputs[0]
+
+
 def test_more_prompts_than_slots(llm: LLM) -> None:
     prompts = [f"hello {i}" for i in range(11)]
     many = generate(llm, prompts)
