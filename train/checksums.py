@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from eagle3_jax.checkpoint.source import weight_files
 from eagle3_jax.errors import UserError
 from train.mask import ChatRenderer
-from train.shards import checksum
+from train.shards import checksum, is_shard_folder, open_folder
 
 
 def model_checksum(folder: Path) -> str:
@@ -39,3 +40,12 @@ def tokenizer_checksum(renderer: ChatRenderer | None) -> str | None:
 
 def template_checksum(renderer: ChatRenderer | None) -> str | None:
     return hashlib.sha256(str(renderer.tokenizer.chat_template).encode()).hexdigest()[:16] if renderer else None
+
+
+def check_prepared(files: Iterable[str | Path], renderer: ChatRenderer | None) -> None:
+    """Raises UserError if one of `files` is a folder whose ids another tokenizer than that of `renderer` has made."""
+    folders = [Path(file) for file in files if Path(file).is_dir() and is_shard_folder(Path(file))]
+    ours = tokenizer_checksum(renderer) if folders else None
+    for folder in folders:
+        if ours is not None and (theirs := open_folder(folder).settings.get("tokenizer")) not in (None, ours):
+            raise UserError(f"{folder}: its tokens are of another tokenizer ({theirs}) than the target's ({ours})")

@@ -2,7 +2,7 @@
 
 Prompt number i is answered in pass p at temperature number i + p of the list, around again from its start, with a seed
 of its own. So an answer is a function of weights, prompt, settings, i and p: it does not matter in what order, in what
-company or after how many interruptions it is written.
+company or after how many interruptions it is written (but for near ties in bfloat16, see docs/lossless.md).
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from eagle3_jax.precision import parse_dtype
 from eagle3_jax.sharding import make_mesh
 from eagle3_jax.target import Target
 from train.checkpoints import Checkpoints, describe_run
+from train.checksums import check_prepared
 from train.conversations import Row
 from train.data import Batches, DataReport, bucket_lengths, load_rows
 from train.evaluate import Answer, answers_of, count_acceptance, make_matches
@@ -38,6 +39,7 @@ from train.optim import learning_rate, make_optimizer
 from train.packing import filled, pack_rows
 from train.progress import Progress
 from train.recipe import Recipe, RecipeError, flatten, to_yaml
+from train.renderer import load_renderer
 from train.step import Frozen, Model, TrainState, make_model, make_step
 from train.vocab import count_supervised, coverage
 
@@ -87,8 +89,10 @@ def read_data(recipe: Recipe, folder: Path, config: TargetConfig, *, quiet: bool
     """Reads, masks and counts the recipe's files."""
     d = recipe.data
     wrap: Any = iter if quiet else partial(_watch, text="reading")
+    renderer = _renderer(recipe, folder)
+    check_prepared(d.files, renderer)
     rows, report = load_rows(
-        d.files, _renderer(recipe, folder), max_length=d.max_length, overlong=d.overlong,
+        d.files, renderer, max_length=d.max_length, overlong=d.overlong,
         vocab_size=config.vocab_size, wrap=wrap,
     )  # fmt: skip
     return Data(rows, report, count_supervised(rows, config.vocab_size))
@@ -122,15 +126,10 @@ def _watch(records: Iterable[Any], text: str) -> Iterable[Any]:
 
 def _renderer(recipe: Recipe, folder: Path) -> ChatRenderer | None:
     """None if the target comes without a tokenizer: then rows must be tokenised."""
-    where = recipe.data.tokenizer or (folder if (folder / "tokenizer.json").is_file() else None)
-    if where is None:
-        return None
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(where)
-    if not tokenizer.chat_template and recipe.data.tokenizer is None:
-        return None
-    return ChatRenderer(tokenizer, recipe.data.template_kwargs, recipe.data.changed_turns)
+    d = recipe.data
+    return load_renderer(
+        folder, tokenizer=d.tokenizer, template_kwargs=d.template_kwargs, changed_turns=d.changed_turns
+    )
 
 
 def _mesh(recipe: Recipe) -> Mesh | None:

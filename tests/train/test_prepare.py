@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from eagle3_jax.cli import main
 from eagle3_jax.errors import UserError
 from tests.train.folders import CONFIG, save_small_target
+from train.checksums import check_prepared
 from train.data import load_rows
 from train.renderer import load_renderer
 from train.shards import ShardWriter, open_folder, read_rows
@@ -130,6 +132,18 @@ def test_damage_is_found(prepare: Any, tmp_path: Path) -> None:
     (tmp_path / "a" / "index.json").write_text('{"format": "eagle3-rows", "version": 2}')
     with pytest.raises(UserError, match="version 2, where eagle3-rows version 1 is needed"):
         list(read_rows(tmp_path / "a"))
+
+
+def test_ids_of_another_tokenizer_are_refused(prepare: Any, tmp_path: Path, target: Path) -> None:
+    prepare(tmp_path / "a")
+    renderer = load_renderer(target)
+    assert renderer is not None
+    check_prepared([tmp_path / "a", tmp_path / "absent.jsonl"], renderer)
+    check_prepared([tmp_path / "a"], None)
+    other = copy.deepcopy(renderer)
+    other.tokenizer.add_tokens(["<new>"])
+    with pytest.raises(UserError, match="of another tokenizer"):
+        check_prepared([tmp_path / "a"], other)
 
 
 def test_a_place_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path) -> None:
