@@ -52,11 +52,13 @@ class Row:
     """One training sequence. tokens: [T] int32. mask: [T] bool, the assistant's tokens; a run of them is one turn.
 
     segment_ids: [T] int32 of several sequences packed into one, from 1; see `train.packing`.
+    stored: in offline mode, where the target's states are; see `train.stored`.
     """
 
     tokens: np.ndarray
     mask: np.ndarray
     segment_ids: np.ndarray | None = None
+    stored: tuple[Any, ...] = ()
 
 
 def parse_record(record: Any) -> Conversation | Row:

@@ -143,12 +143,13 @@ def bucket_lengths(max_length: int, chosen: Sequence[int] | None = None) -> tupl
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """tokens [B, T] int32, mask [B, T] bool and, of packed rows, segment_ids [B, T] int32, right-padded with zeros to a
-    bucket's length."""
+    bucket's length. features: in offline mode, the target's, see `train.features.Features`."""
 
     tokens: np.ndarray
     mask: np.ndarray
     num_tokens: int
     segment_ids: np.ndarray | None = None
+    features: Any = None
 
 
 def pad_rows(rows: Sequence[Row], buckets: Sequence[int]) -> Batch:
@@ -161,7 +162,16 @@ def pad_rows(rows: Sequence[Row], buckets: Sequence[int]) -> Batch:
         _padded([row.mask for row in rows], length),
         sum(len(row.tokens) for row in rows),
         _padded(segments, length) if segments else None,
+        _features(rows, length),
     )
+
+
+def _features(rows: Sequence[Row], length: int) -> Any:
+    if not rows[0].stored:
+        return None
+    from train.stored import padded_features  # which imports jax; processes that only tokenise do without it
+
+    return padded_features(rows, length)
 
 
 def _padded(rows: Sequence[np.ndarray], length: int) -> np.ndarray:

@@ -5,6 +5,7 @@ A shard of the folder (see `train.shards`) has, beside offsets, tokens and mask:
     aux.{b}   [N, D]        the residual stream entering layer b, for every boundary b
     hidden    [N, D]        after the final norm, from which the target's logits follow
     top1      [N] int32     the token that the target finds most likely next
+    log_sum   [N] float32   the log-sum-exp of its logits over the whole vocabulary, for losses by acceptance
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def _load(args: argparse.Namespace, folder: Path) -> Target:
 
 
 def bytes_a_token(config: TargetConfig, num_aux: int, dtype: str) -> int:
-    """Aux and hidden states, then token, top1 and mask."""
-    return (num_aux + 1) * config.hidden_size * jnp.dtype(parse_dtype(dtype)).itemsize + 4 + 4 + 1
+    """Aux and hidden states, then token, top1, log_sum and mask."""
+    return (num_aux + 1) * config.hidden_size * jnp.dtype(parse_dtype(dtype)).itemsize + 4 + 4 + 4 + 1
 
 
 def check_room(output: Path, need: int) -> None:
@@ -133,7 +134,7 @@ def make_extract(target: Target, layers: Sequence[int]) -> Extract:
     @jax.jit
     def compute(leaves: Any, tokens: jax.Array) -> Features:
         with matmul_precision(dtype):
-            return target_features(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), tokens, layers)
+            return target_features(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), tokens, layers, log_sum=True)
 
     def extract(tokens: np.ndarray) -> Features:
         found = jax.device_get(compute(leaves, tokens))
@@ -180,12 +181,13 @@ def shard_features(
     """The target's tensors for a shard of `rows`; rows of similar length are computed together."""
     starts = np.concatenate([[0], np.cumsum([len(row.tokens) for row in rows])])
     order = sorted(range(len(rows)), key=lambda i: len(rows[i].tokens))
-    names = [*(f"aux.{layer}" for layer in layers), "hidden", "top1"]
+    names = [*(f"aux.{layer}" for layer in layers), "hidden", "top1", "log_sum"]
     out: dict[str, np.ndarray] = {}
     batches = ordered_batches([rows[i] for i in order], batch_size=batch_size, buckets=buckets)
     for at, batch in zip(range(0, len(rows), batch_size), batches, strict=True):
         found = extract(batch.tokens)
-        for name, values in zip(names, (*found.aux, found.hidden, found.top1), strict=True):
+        tensors: tuple[Any, ...] = (*found.aux, found.hidden, found.top1, found.log_sum)
+        for name, values in zip(names, tensors, strict=True):
             whole = out.setdefault(name, np.zeros((int(starts[-1]), *values.shape[2:]), values.dtype))
             for i, value in zip(order[at : at + batch_size], values, strict=False):
                 whole[starts[i] : starts[i + 1]] = value[: len(rows[i].tokens)]

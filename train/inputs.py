@@ -17,7 +17,9 @@ def check_inputs(recipe: Recipe) -> None:
       RecipeError: naming every key whose file or folder cannot be used.
       CheckpointError: the head is not there.
     """
-    problems = [*_missing("data.files", recipe.data.files), *_missing("evaluate.files", recipe.evaluate.files)]
+    stored = [recipe.features] if recipe.features else []
+    files = {"data.files": recipe.data.files, "features": stored, "evaluate.files": recipe.evaluate.files}
+    problems = [problem for key, paths in files.items() for problem in _missing(key, paths)]
     if problems:
         raise RecipeError("recipe: " + "; ".join(problems))
     if recipe.draft.init_from is not None:

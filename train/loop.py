@@ -106,7 +106,8 @@ class Loop:
         values: Metrics = jax.device_get(metrics)
         if not (np.isfinite(values.loss) and np.isfinite(values.grad_norm)):
             path = self.output / f"bad_batch_{step}.npz"
-            np.savez(path, **{k: v for k, v in dataclasses.asdict(batch).items() if v is not None})
+            arrays: dict[str, Any] = {k: v for k, v in vars(batch).items() if isinstance(v, np.ndarray)}
+            np.savez(path, **arrays)
             raise TrainingError(
                 f"step {step}: loss {values.loss}, gradient norm {values.grad_norm}; the batch is in {path}; "
                 f"the last checkpoint is good; a lower learning rate may help"

@@ -43,9 +43,8 @@ def first_fit(sizes: Sequence[int], capacity: int, *, num_open: int = OPEN_SEQUE
 
 def _join(rows: Sequence[Row]) -> Row:
     ids = [np.full(len(row.tokens), i + 1, np.int32) for i, row in enumerate(rows)]
-    return Row(
-        np.concatenate([row.tokens for row in rows]), np.concatenate([row.mask for row in rows]), np.concatenate(ids)
-    )
+    tokens, mask = np.concatenate([row.tokens for row in rows]), np.concatenate([row.mask for row in rows])
+    return Row(tokens, mask, np.concatenate(ids), tuple(part for row in rows for part in row.stored))
 
 
 def filled(rows: Sequence[Row], length: int) -> float:

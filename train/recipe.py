@@ -26,7 +26,7 @@ class RecipeError(UserError):
 class DataRecipe:
     """What to train on.
 
-    files: .json or .jsonl, see `train.conversations` for the formats.
+    files: .jsonl, .json, .parquet or folders, see `train.sources`, and `train.conversations` for the rows.
     buckets: lengths to which batches are padded, ascending; the step is compiled once for each that occurs. The default
       is powers of two from 128, then max_length.
     overlong: sequences longer than max_length are truncated or dropped.
@@ -116,6 +116,7 @@ class MeshRecipe:
 class Recipe:
     """A training run.
 
+    features: offline mode: a folder that `eagle3 data features` wrote, instead of data.files.
     target: folder or hub id. output: the run's folder. ttt_steps, decay: of the training-time test, and the weight of
     step i, decay**i. loss, kl_scale, kl_decay: see `train.objective`. train_steps, or else epochs, says how long.
     dtype: of computation; the head's master weights are float32. remat: compute each step of the drafter again in the
@@ -125,6 +126,7 @@ class Recipe:
 
     target: str = ""
     output: str = ""
+    features: str | None = None
     data: DataRecipe = DataRecipe()
     draft: DraftRecipe = DraftRecipe()
     optimizer: OptimizerRecipe = OptimizerRecipe()
@@ -151,7 +153,9 @@ class Recipe:
         problems = [
             (not self.target, "target is missing: the folder or hub id of the model to draft for"),
             (not self.output, "output is missing: the folder of this run"),
-            (not self.data.files, "data.files is missing: .json or .jsonl files"),
+            (not self.data.files and not self.features, "data.files is missing: .jsonl, .json, .parquet or prepared"),
+            (bool(self.data.files and self.features), "data.files and features are both given: give one"),
+            (bool(self.evaluate.files and self.features), "evaluate.files needs the target, which features do without"),
             (self.data.max_length < 3, f"data.max_length={self.data.max_length} is below 3"),
             (
                 not _ascending(self.data.buckets, self.data.max_length),

@@ -40,7 +40,9 @@ from train.packing import filled, pack_rows
 from train.progress import Progress
 from train.recipe import Recipe, RecipeError, flatten, to_yaml
 from train.renderer import load_renderer
+from train.shards import ShardFolder
 from train.step import Frozen, Model, TrainState, make_model, make_step
+from train.stored import check_head, load_ends, open_stored, stored_rows
 from train.vocab import count_supervised, coverage
 
 
@@ -71,14 +73,18 @@ def train(recipe: Recipe, *, quiet: bool = False) -> int:
         check_exportable(draft_config(recipe.draft, config))
     say = (lambda *_: None) if quiet else tqdm.write
     answers = read_answers(recipe, folder, config)
-    data = read_data(recipe, folder, config, quiet=quiet)
+    stored = open_stored(recipe, folder) if recipe.features else None
+    data = read_stored(stored, config) if stored else read_data(recipe, folder, config, quiet=quiet)
     say(str(data.report))
     if recipe.data.packing:
         data = packed(data, recipe)
         say(f"packed into {len(data.rows)} sequences of {recipe.data.max_length} tokens, {data.filled:.1%} filled")
     mesh = _mesh(recipe)
-    target = load_target(folder, dtype=parse_dtype(recipe.dtype), mesh=mesh).model
+    dtype = parse_dtype(recipe.dtype)
+    target = load_ends(folder, config, dtype, mesh) if stored else load_target(folder, dtype=dtype, mesh=mesh).model
     head, notes = _head(recipe, data, target, mesh)
+    if stored:
+        check_head(recipe, stored, head.config)
     for note in notes:
         say(note)
     run = _Run(recipe, data, answers, target, head, mesh)
@@ -95,6 +101,14 @@ def read_data(recipe: Recipe, folder: Path, config: TargetConfig, *, quiet: bool
         d.files, renderer, max_length=d.max_length, overlong=d.overlong,
         vocab_size=config.vocab_size, wrap=wrap,
     )  # fmt: skip
+    return Data(rows, report, count_supervised(rows, config.vocab_size))
+
+
+def read_stored(stored: ShardFolder, config: TargetConfig) -> Data:
+    """The rows whose features are stored; all were found usable when they were prepared."""
+    rows = list(stored_rows(stored))
+    supervised = sum(shard["supervised_tokens"] for shard in stored.shards)
+    report = DataReport(len(rows), len(rows), stored.num_tokens, supervised)
     return Data(rows, report, count_supervised(rows, config.vocab_size))
 
 

@@ -20,7 +20,7 @@ from eagle3_jax.precision import matmul_precision, split
 from eagle3_jax.sharding import MESH_AXES, param_sharding
 from eagle3_jax.target import Target
 from train.data import Batch
-from train.features import target_features
+from train.features import Features, target_features
 from train.loss import StepSums, step_sums, total_loss
 from train.objective import KL, Objective
 from train.params import DraftGraph, Params, split_drafter
@@ -65,11 +65,12 @@ class Metrics:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """tokens [B, T] int32, mask [B, T] bool, and in packed rows segment_ids [B, T] int32."""
+    """tokens [B, T] int32, mask [B, T] bool, in packed rows segment_ids [B, T] int32, in offline mode features."""
 
     tokens: Array
     mask: Array
     segment_ids: Array | None = None
+    features: Features | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +111,14 @@ class Model:
     def draft_logits(self, params: Params, frozen: Frozen) -> Callable[[Array], Array]:
         return lambda hidden: self.draft.merge_head(params, frozen.fixed, self.dtype).logits(hidden)
 
+    def _see(self, frozen: Frozen, tokens: Array, segment_ids: Array | None) -> Features:
+        log_sum = self.objective.needs_acceptance
+        return target_features(self.target(frozen), tokens, self.aux_layers, segment_ids=segment_ids, log_sum=log_sum)
+
     def loss(self, params: Params, frozen: Frozen, inputs: Inputs) -> tuple[Array, StepSums]:
         """Loss and sums of a batch; differentiable in `params` alone."""
         tokens, ids = inputs.tokens, inputs.segment_ids
-        log_sum = self.objective.needs_acceptance
-        seen = target_features(self.target(frozen), tokens, self.aux_layers, segment_ids=ids, log_sum=log_sum)
+        seen = inputs.features or self._see(frozen, tokens, ids)
         outputs = self.outputs(params, frozen, seen.aux, tokens, ids)
         choice = frozen.draft_index[seen.top1]
         logits = self.draft_logits(params, frozen)
@@ -153,7 +157,7 @@ def _replicate(tree: Any, mesh: Mesh) -> Any:
 def put_batch(batch: Batch, mesh: Mesh | None) -> Inputs:
     """Onto the device, or spread over the mesh's batch axis."""
     place = None if mesh is None else NamedSharding(mesh, PartitionSpec(MESH_AXES["batch"]))
-    return Inputs(*jax.device_put((batch.tokens, batch.mask, batch.segment_ids), place))
+    return Inputs(*jax.device_put((batch.tokens, batch.mask, batch.segment_ids, batch.features), place))
 
 
 def _norm(tree: Any) -> Array:

@@ -20,7 +20,7 @@ from train.feature_files import bytes_a_token
 from train.shards import FEATURES, ROWS, ShardWriter, open_folder, read_shard, row_counts, row_tensors, rows_of
 
 LENGTHS = (5, 16, 9, 12, 3, 16, 7)
-A_TOKEN = 4 * 16 * 4 + 9
+A_TOKEN = 4 * 16 * 4 + 13
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_they_are_the_targets_own_and_a_killed_command_goes_on(
     features: Any, tmp_path: Path, target: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status, said = features(tmp_path / "a")
-    assert status == 0 and f"68 tokens x {A_TOKEN} bytes = 18.0 kB; " in said
+    assert status == 0 and f"68 tokens x {A_TOKEN} bytes = 18.3 kB; " in said
     folder, model = open_folder(tmp_path / "a", FEATURES), load_target(target).model
     assert bytes_a_token(model.config, 3, "float32") == A_TOKEN
     assert [shard["rows"] for shard in folder.shards] == [2, 2, 3]
@@ -65,19 +65,21 @@ def test_they_are_the_targets_own_and_a_killed_command_goes_on(
     @jax.jit
     def alone(tokens: Any) -> Any:
         out = model(tokens, aux_layers=(1, 2, 3))
-        return out.hidden, out.aux, jnp.argmax(model.logits(out.hidden), -1)
+        logits = model.logits(out.hidden)
+        return out.hidden, out.aux, jnp.argmax(logits, -1), jax.nn.logsumexp(logits, -1)
 
     for entry in folder.shards:
         tensors = read_shard(folder.folder, entry)
-        assert sorted(tensors) == ["aux.1", "aux.2", "aux.3", "hidden", "mask", "offsets", "tokens", "top1"]
+        assert sorted(tensors) == ["aux.1", "aux.2", "aux.3", "hidden", "log_sum", "mask", "offsets", "tokens", "top1"]
         for row, start in zip(rows_of(tensors), tensors["offsets"], strict=False):
             length = len(row.tokens)
-            hidden, aux, top1 = alone(jnp.asarray(np.pad(row.tokens, (0, 16 - length)))[None])
+            hidden, aux, top1, log_sum = alone(jnp.asarray(np.pad(row.tokens, (0, 16 - length)))[None])
             here = slice(start, start + length)
             assert length == LENGTHS[seen]
             assert_close(tensors["hidden"][here], hidden[0, :length])
             for layer, values in zip((1, 2, 3), aux, strict=True):
                 assert_close(tensors[f"aux.{layer}"][here], values[0, :length])
+            assert_close(tensors["log_sum"][here], log_sum[0, :length])
             assert tensors["top1"][here].tolist() == top1[0, :length].tolist()
             seen += 1
     assert seen == len(LENGTHS)
@@ -107,7 +109,7 @@ def test_room_is_looked_for_before_anything_is_computed(
     monkeypatch.setattr("train.feature_files.load_target", None)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=68 * A_TOKEN - 1))
     status, said = features(tmp_path / "a")
-    assert status == 2 and "18.0 kB are still to be written and only 18.0 kB are free; make room" in said
+    assert status == 2 and "18.3 kB are still to be written and only 18.3 kB are free; make room" in said
 
 
 def test_rows_for_another_target_are_refused(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
