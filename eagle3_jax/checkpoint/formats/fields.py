@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle3_jax.checkpoint.formats.head import Convention, Sections, usual_layers
-from eagle3_jax.checkpoint.formats.keys import LARGEST, MANY, Keys
+from eagle3_jax.checkpoint.formats.keys import LARGEST, MANY, MOST, Keys
 from eagle3_jax.checkpoint.safetensors_file import TensorInfo
 from eagle3_jax.checkpoint.vocab_map import Reading
 from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig, check_aux_layers, default_aux_layers
@@ -187,7 +187,7 @@ def _rope(
         _note_theta(layer, nested, rope, found)
     if choices.overrides.get("rope_theta") is not None:
         rope = dataclasses.replace(rope, theta=float(choices.overrides["rope_theta"]))
-    if not (0 < rope.theta < 1e30 and 0 < rope.rotary_dim <= max(head_dim, 1) and rope.rotary_dim % 2 == 0):
+    if not (0 < rope.theta <= MOST and 0 < rope.rotary_dim <= max(head_dim, 1) and rope.rotary_dim % 2 == 0):
         found.problems.append(f"RoPE: theta {rope.theta:g}, a rotation of {rope.rotary_dim} of {head_dim} dimensions")
         return None
     if rope.mrope_section:

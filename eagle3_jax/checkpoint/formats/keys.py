@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 LARGEST = 2**31 - 1
+MOST = 1e30  # beyond what any float of a config means
 MANY = 256  # layers of a head, or aux states: more is a mistake, and would be costly to enumerate
 
 # What the decoder layer is, under Hugging Face's names.
@@ -61,7 +62,7 @@ class Keys:
         value = self.values.get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST:
             self._wrong(key, "a positive number")
             return default
         return float(value)
