@@ -100,11 +100,16 @@ def build(model: Target, head: Eagle3 | None, how: Speculation, *, mesh: Mesh | 
 
 
 def answers(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, stop_ids: Sequence[int] = ()
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    *,
+    stop_ids: Sequence[int] = (),
+    first: int = 0,
 ) -> list[Answer]:
-    """Runs every prompt to its end."""
+    """Runs every prompt to its end. `first` is the number of the first request, on which its noise depends."""
     for i, (prompt, wish) in enumerate(zip(prompts, params, strict=True)):
-        key = request_key(engine_seed=0, request_index=i, seed=wish.seed)
+        key = request_key(engine_seed=0, request_index=first + i, seed=wish.seed)
         row = request_state(wish, prompt_length=len(prompt), model_stop_ids=stop_ids, key=key)
         engine.submit(i, prompt, row, wish.max_tokens)
     found = [Answer([], [], None) for _ in prompts]
