@@ -20,6 +20,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.cache import Cache, DeltaState, KVPages, draft_cache, target_cache
+from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.errors import ConfigError, UserError
 from eagle3_jax.precision import matmul_precision
@@ -112,7 +113,7 @@ class Engine:
             with matmul_precision(dtype):
                 return run_cycles(*models(weights), state, how, limit, yield_slots)
 
-        empty = partial(_empty_state, self._target_config, self._draft_config, config)
+        empty = partial(empty_state, self._target_config, self._draft_config, config)
         layout = {} if mesh is None else {"out_shardings": _layout(jax.eval_shape(empty), mesh)}
         self._state: DecodeState = jax.jit(empty, **layout)()
         self._prefill = jax.jit(prefill_step, donate_argnums=1, static_argnums=2, **layout)
@@ -227,7 +228,8 @@ def _check(target: Target, drafter: Eagle3 | None, config: EngineConfig) -> None
         raise ConfigError(f"the head reads boundaries {d.aux_layers}; this target has {t.num_layers} layers")
 
 
-def _empty_state(target: Any, draft: Any, config: EngineConfig) -> DecodeState:
+def empty_state(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> DecodeState:
+    """A batch of idle slots."""
     slots, window = config.max_num_seqs, config.speculation.window
     length = config.max_model_len + window
     ints = jnp.zeros((slots,), jnp.int32)

@@ -13,11 +13,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 Message = Mapping[str, Any]
+Overlong = Literal["truncate", "drop"]
+"""What becomes of a sequence longer than a recipe allows."""
 
 _SHAREGPT_ROLES = {
     "human": "user",

@@ -10,16 +10,15 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from eagle3_jax.errors import UserError
-from train.conversations import BadRow, Row, parse_record
+from train.conversations import BadRow, Overlong, Row, parse_record
 from train.mask import ChatRenderer
 from train.sources import read_records
 
-Overlong = Literal["truncate", "drop"]
 SMALLEST_BUCKET = 128
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from eagle3_jax.errors import UserError
-from train.data import Overlong
+from train.conversations import Overlong
 from train.mask import ChangedTurns
 from train.objective import Kind
 

@@ -10,8 +10,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from train.conversations import Row
-from train.data import DataReport, Overlong, fitted_rows
+from train.conversations import Overlong, Row
+from train.data import DataReport, fitted_rows
 from train.mask import ChangedTurns, ChatRenderer
 from train.renderer import load_renderer
 

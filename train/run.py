@@ -224,11 +224,11 @@ class _Run:
 
     def _finish(self, state: TrainState, seconds: float, steps: int) -> None:
         summary = self._summary(seconds, steps)
-        if self.answers:
-            summary["evaluation"] = self._evaluate(state)
         if self.recipe.export:
             head = self.model.draft.merge(state.params, self.frozen.fixed, jnp.float32)
             save_specforge(head, self.head.config, self.output / "head", dtype=parse_dtype(self.recipe.dtype))
+        if self.answers:
+            summary["evaluation"] = self._evaluate(state)
         (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
     def _evaluate(self, state: TrainState) -> dict[str, Any]:

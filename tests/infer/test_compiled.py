@@ -16,7 +16,7 @@ from eagle3_jax.config import DELTA, FULL, DraftConfig, RopeConfig, TargetConfig
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.target import Target
 from infer.cycle import DecodeState, Speculation, run_cycles
-from infer.engine import EngineConfig, _empty_state
+from infer.engine import EngineConfig, empty_state
 
 TARGET = TargetConfig(
     model_type="qwen3_5", vocab_size=2048, hidden_size=512, intermediate_size=1024, num_layers=2, num_heads=4,
@@ -38,7 +38,7 @@ def abstract(model: Any, config: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("topology", ["v5e:2x2"])
 def test_the_loop_keeps_its_caches_in_place(topology: str) -> None:
     (target_graph, target), (draft_graph, draft) = abstract(Target, TARGET), abstract(Eagle3, DRAFT)
-    state: DecodeState = jax.eval_shape(lambda: _empty_state(TARGET, DRAFT, ENGINE))
+    state: DecodeState = jax.eval_shape(lambda: empty_state(TARGET, DRAFT, ENGINE))
 
     def generate(target: Any, draft: Any, state: DecodeState) -> DecodeState:
         models = nnx.merge(target_graph, target), nnx.merge(draft_graph, draft)
