@@ -31,7 +31,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "generate": Command("infer.generate_cli", "write text from prompts, with or without a drafter"),
     "bench": Command("infer.bench_cli", "measure acceptance length and tokens per second on a set of prompts"),
-    "data": Command("train.data_cli", "prepare what heads are trained on: answers, tokens, vocabularies, features"),
+    "data": Command("train.data.cli", "prepare what heads are trained on: answers, tokens, vocabularies, features"),
     "train": Command("train.cli", "train a draft head from a recipe"),
     "convert": Command("eagle3_jax.convert", "bring a draft head from any published format into any other"),
     "inspect": Command("eagle3_jax.inspect", "describe a model or drafter folder without loading its weights"),

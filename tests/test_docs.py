@@ -23,7 +23,7 @@ from eagle3_jax import cli
 from eagle3_jax.errors import UserError
 from infer.options import Options, check_speculative_config
 from infer.params import SamplingParams
-from train import data_cli
+from train.data import cli as data_cli
 from train.recipe import flatten, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from eagle3_jax.errors import UserError
-from train.conversations import Row
+from train.data.conversations import Row
 from train.recipe import Recipe, flatten
 from train.step import TrainState
 

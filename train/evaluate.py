@@ -21,8 +21,8 @@ from jax import Array
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.precision import matmul_precision
 from eagle3_jax.target import Target
-from train.conversations import Row
-from train.data import bucket_lengths, ordered_batches
+from train.data.batches import bucket_lengths, ordered_batches
+from train.data.conversations import Row
 from train.loss import chunk_size, chunked
 from train.params import Params
 from train.step import Frozen, Model, make_model

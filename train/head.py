@@ -14,9 +14,9 @@ from eagle3_jax.checkpoint.specforge import inexpressible
 from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig, check_aux_layers, default_aux_layers
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.target import Target
+from train.data.vocab import choose_draft_vocab
+from train.data.vocab_file import read_vocab_file
 from train.recipe import DraftRecipe, RecipeError
-from train.vocab import choose_draft_vocab
-from train.vocab_file import read_vocab_file
 
 DEFAULT_DRAFT_VOCAB = 32000
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from train.data import Batch, Batches, has_supervision
+from train.data.batches import Batch, Batches, has_supervision
 from train.progress import Progress
 from train.step import Frozen, Metrics, Step, TrainState, put_batch
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import yaml
 
 from eagle3_jax.errors import UserError
-from train.conversations import Overlong
-from train.mask import ChangedTurns
+from train.data.conversations import Overlong
+from train.data.mask import ChangedTurns
 from train.objective import Kind
 
 
@@ -26,7 +26,7 @@ class RecipeError(UserError):
 class DataRecipe:
     """What to train on.
 
-    files: .jsonl, .json, .parquet or folders, see `train.sources`, and `train.conversations` for the rows.
+    files: .jsonl, .json, .parquet or folders, see `train.data.sources`, and `train.data.conversations` for the rows.
     buckets: lengths to which batches are padded, ascending; the step is compiled once for each that occurs. The default
       is powers of two from 128, then max_length.
     overlong: sequences longer than max_length are truncated or dropped.

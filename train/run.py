@@ -26,24 +26,24 @@ from eagle3_jax.precision import parse_dtype
 from eagle3_jax.sharding import make_mesh
 from eagle3_jax.target import Target
 from train.checkpoints import Checkpoints, describe_run
-from train.checksums import check_prepared
-from train.conversations import Row
-from train.data import Batches, DataReport, bucket_lengths, load_rows
+from train.data.batches import Batches, DataReport, bucket_lengths, load_rows
+from train.data.checksums import check_prepared
+from train.data.conversations import Row
+from train.data.inputs import check_inputs
+from train.data.mask import ChatRenderer
+from train.data.packing import filled, pack_rows
+from train.data.renderer import load_renderer
+from train.data.shards import ShardFolder
+from train.data.stored import check_head, load_ends, open_stored, stored_rows
+from train.data.vocab import count_supervised, coverage
 from train.evaluate import Answer, answers_of, count_acceptance, make_matches
 from train.head import check_exportable, draft_config, draft_vocab, existing_head, new_head
-from train.inputs import check_inputs
 from train.loop import Loop
-from train.mask import ChatRenderer
 from train.objective import Objective
 from train.optim import learning_rate, make_optimizer
-from train.packing import filled, pack_rows
 from train.progress import Progress
 from train.recipe import Recipe, RecipeError, flatten, to_yaml
-from train.renderer import load_renderer
-from train.shards import ShardFolder
 from train.step import Frozen, Model, TrainState, make_model, make_step
-from train.stored import check_head, load_ends, open_stored, stored_rows
-from train.vocab import count_supervised, coverage
 
 
 @dataclasses.dataclass(frozen=True)

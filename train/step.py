@@ -19,13 +19,13 @@ from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.precision import matmul_precision, split
 from eagle3_jax.sharding import MESH_AXES, param_sharding
 from eagle3_jax.target import Target
-from train.data import Batch
+from train.data.batches import Batch
+from train.data.vocab import draft_index
 from train.features import Features, target_features
 from train.loss import StepSums, step_sums, total_loss
 from train.objective import KL, Objective
 from train.params import DraftGraph, Params, split_drafter
 from train.ttt import unroll
-from train.vocab import draft_index
 
 
 @jax.tree_util.register_dataclass

@@ -11,9 +11,9 @@ import pytest
 
 from eagle3_jax.errors import UserError
 from tests.train.tokenizers import small_tokenizer
-from train.conversations import BadRow, Conversation, Row, parse_record
-from train.data import Batches, DataError, bucket_lengths, has_supervision, load_rows, ordered_batches, pad_rows
-from train.mask import ChatRenderer
+from train.data.batches import Batches, DataError, bucket_lengths, has_supervision, load_rows, ordered_batches, pad_rows
+from train.data.conversations import BadRow, Conversation, Row, parse_record
+from train.data.mask import ChatRenderer
 
 
 def write(path: Path, records: list[Any]) -> Path:

@@ -15,7 +15,7 @@ from eagle3_jax.checkpoint import load_drafter, save_target
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.target import Target
 from tests.train.models import sharpened
-from train.conversations import Row
+from train.data.conversations import Row
 from train.evaluate import Acceptance, Answer, answers_of, greedy_answers, predicted_acceptance, walk
 from train.recipe import DataRecipe, DraftRecipe, EvalRecipe, OptimizerRecipe, Recipe
 from train.run import train

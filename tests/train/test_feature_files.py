@@ -15,9 +15,9 @@ from eagle3_jax.checkpoint import load_target
 from eagle3_jax.cli import main
 from tests.helpers import assert_close
 from tests.train.folders import save_small_target
-from train.conversations import Row
-from train.feature_files import bytes_a_token
-from train.shards import FEATURES, ROWS, ShardWriter, open_folder, read_shard, row_counts, row_tensors, rows_of
+from train.data.conversations import Row
+from train.data.feature_files import bytes_a_token
+from train.data.shards import FEATURES, ROWS, ShardWriter, open_folder, read_shard, row_counts, row_tensors, rows_of
 
 LENGTHS = (5, 16, 9, 12, 3, 16, 7)
 A_TOKEN = 4 * 16 * 4 + 13
@@ -106,7 +106,7 @@ def test_room_is_looked_for_before_anything_is_computed(
 ) -> None:
     assert features(tmp_path / "a", "--estimate")[0] == 0 and not (tmp_path / "a").exists()
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("train.feature_files.load_target", None)
+    monkeypatch.setattr("train.data.feature_files.load_target", None)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=68 * A_TOKEN - 1))
     status, said = features(tmp_path / "a")
     assert status == 2 and "18.3 kB are still to be written and only 18.3 kB are free; make room" in said

@@ -13,11 +13,11 @@ from jax import Array
 from eagle3_jax.drafters.eagle3 import Eagle3
 from tests.helpers import assert_close
 from tests.train.models import make_drafter, make_target, random_tokens
+from train.data.vocab import draft_index
 from train.features import Features, target_features
 from train.loss import StepSums, step_sums, supervised_run, total_loss
 from train.params import split_drafter
 from train.ttt import unroll
-from train.vocab import draft_index
 
 STEPS, DECAY = 4, 0.8
 FLAGS: list[dict[str, Any]] = [

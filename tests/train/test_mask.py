@@ -7,8 +7,8 @@ import pytest
 
 from eagle3_jax.errors import UserError
 from tests.train.tokenizers import CHATML, small_tokenizer
-from train.conversations import BadRow, Conversation, Row
-from train.mask import ChatRenderer, token_mask
+from train.data.conversations import BadRow, Conversation, Row
+from train.data.mask import ChatRenderer, token_mask
 
 NO_THINKING = {"enable_thinking": False}
 

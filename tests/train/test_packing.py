@@ -15,10 +15,10 @@ from tests.helpers import assert_close
 from tests.train.models import HYBRID, TARGET, make_drafter, make_target, sharpened
 from tests.train.test_attention import dense
 from train.attention import branch_attention
-from train.conversations import Row
-from train.data import Batches, pad_rows
+from train.data.batches import Batches, pad_rows
+from train.data.conversations import Row
+from train.data.packing import filled, first_fit, pack_rows
 from train.loss import StepSums, supervised_run
-from train.packing import filled, first_fit, pack_rows
 from train.step import make_model, put_batch
 
 CAPACITY = 80

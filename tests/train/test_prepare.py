@@ -13,11 +13,11 @@ import pytest
 from eagle3_jax.cli import main
 from eagle3_jax.errors import UserError
 from tests.train.folders import CONFIG, save_small_target
-from train.checksums import check_prepared
-from train.data import load_rows
-from train.renderer import load_renderer
-from train.shards import ShardWriter, open_folder, read_rows
-from train.sources import read_records
+from train.data.batches import load_rows
+from train.data.checksums import check_prepared
+from train.data.renderer import load_renderer
+from train.data.shards import ShardWriter, open_folder, read_rows
+from train.data.sources import read_records
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ import pytest
 from eagle3_jax.cli import main
 from eagle3_jax.errors import UserError
 from tests.train.folders import CONFIG, save_small_target
-from train.answers import AnswerFile
-from train.data import load_rows
-from train.regenerate import Job, plan, read_prompts
+from train.data.answers import AnswerFile
+from train.data.batches import load_rows
+from train.data.regenerate import Job, plan, read_prompts
 
 ENGINE = ["--max-model-len", "64", "--batch", "4", "--dtype", "float32", "--quiet"]
 

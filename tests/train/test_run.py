@@ -21,7 +21,7 @@ from eagle3_jax.target import Target
 from tests.helpers import assert_close
 from tests.train.models import sharpened
 from train.checkpoints import OLD_DEFAULTS, Checkpoints, ResumeError, check_same_run
-from train.data import Batches
+from train.data.batches import Batches
 from train.loop import TrainingError
 from train.recipe import Recipe, load_recipe
 from train.run import train

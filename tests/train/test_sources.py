@@ -11,9 +11,9 @@ import pytest
 
 from eagle3_jax.errors import UserError
 from tests.train.tokenizers import small_tokenizer
-from train.conversations import BadRow, Conversation, Row, parse_prompt, parse_record
-from train.mask import ChatRenderer
-from train.sources import read_records
+from train.data.conversations import BadRow, Conversation, Row, parse_prompt, parse_record
+from train.data.mask import ChatRenderer
+from train.data.sources import read_records
 
 CALL = {"type": "function", "function": {"name": "find", "arguments": {"what": "fox"}}}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}

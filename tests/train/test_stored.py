@@ -13,9 +13,9 @@ from eagle3_jax.cli import main
 from eagle3_jax.errors import UserError
 from tests.helpers import assert_close
 from tests.train.folders import CONFIG, save_small_target
+from train.data.stored import load_ends
 from train.recipe import RecipeError, load_recipe
 from train.run import train
-from train.stored import load_ends
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from eagle3_jax.errors import ConfigError
-from train.conversations import Row
-from train.vocab import choose_draft_vocab, count_supervised, coverage, draft_index
+from train.data.conversations import Row
+from train.data.vocab import choose_draft_vocab, count_supervised, coverage, draft_index
 
 
 def test_counts_are_of_supervised_tokens_only() -> None:

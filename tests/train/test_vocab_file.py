@@ -13,11 +13,11 @@ from eagle3_jax.cli import main
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.errors import ConfigError, UserError
 from tests.train.folders import CONFIG
-from train.conversations import Row
+from train.data.conversations import Row
+from train.data.shards import ROWS, ShardWriter, row_counts, row_tensors
+from train.data.vocab_file import cache_key, read_vocab_file
 from train.head import draft_config, draft_vocab
 from train.recipe import DraftRecipe
-from train.shards import ROWS, ShardWriter, row_counts, row_tensors
-from train.vocab_file import cache_key, read_vocab_file
 
 TARGET = TargetConfig.from_hf(CONFIG)
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.errors import UserError
-from train.conversations import BadRow, Overlong, Row, parse_record
-from train.mask import ChatRenderer
-from train.sources import read_records
+from train.data.conversations import BadRow, Overlong, Row, parse_record
+from train.data.mask import ChatRenderer
+from train.data.sources import read_records
 
 SMALLEST_BUCKET = 128
 
@@ -168,7 +168,7 @@ def pad_rows(rows: Sequence[Row], buckets: Sequence[int]) -> Batch:
 def _features(rows: Sequence[Row], length: int) -> Any:
     if not rows[0].stored:
         return None
-    from train.stored import padded_features  # which imports jax; processes that only tokenise do without it
+    from train.data.stored import padded_features  # which imports jax; processes that only tokenise do without it
 
     return padded_features(rows, length)
 

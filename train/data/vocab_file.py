@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.errors import ConfigError
-from train.conversations import Row
-from train.shards import ShardFolder, disk_errors, open_folder, read_shard, rows_of, write_json
-from train.vocab import choose_draft_vocab, count_supervised, coverage
+from train.data.conversations import Row
+from train.data.shards import ShardFolder, disk_errors, open_folder, read_shard, rows_of, write_json
+from train.data.vocab import choose_draft_vocab, count_supervised, coverage
 
 FORMAT, VERSION = "eagle3-draft-vocab", 1
 

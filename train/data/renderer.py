@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from eagle3_jax.errors import UserError
-from train.mask import ChangedTurns, ChatRenderer
+from train.data.mask import ChangedTurns, ChatRenderer
 
 
 def load_renderer(

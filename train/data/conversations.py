@@ -53,8 +53,8 @@ class Conversation:
 class Row:
     """One training sequence. tokens: [T] int32. mask: [T] bool, the assistant's tokens; a run of them is one turn.
 
-    segment_ids: [T] int32 of several sequences packed into one, from 1; see `train.packing`.
-    stored: in offline mode, where the target's states are; see `train.stored`.
+    segment_ids: [T] int32 of several sequences packed into one, from 1; see `train.data.packing`.
+    stored: in offline mode, where the target's states are; see `train.data.stored`.
     """
 
     tokens: np.ndarray

@@ -18,11 +18,11 @@ from jax.sharding import Mesh
 from eagle3_jax.checkpoint import load_target
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.target import Target
-from train.checksums import model_checksum
-from train.conversations import Row
+from train.data.checksums import model_checksum
+from train.data.conversations import Row
+from train.data.shards import FEATURES, ShardFolder, open_folder, read_shard, rows_of
 from train.features import Features
 from train.recipe import Recipe, RecipeError
-from train.shards import FEATURES, ShardFolder, open_folder, read_shard, rows_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_jax.errors import UserError
-from train.conversations import BadRow
+from train.data.conversations import BadRow
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 def read_records(path: Path) -> Iterator[Any]:
-    """Yields the rows of a file or folder, to be read by `train.conversations`; a line that is not JSON is a BadRow.
+    """Yields the rows of a file or folder, for `train.data.conversations` to read; a line that is not JSON is a BadRow.
 
     Raises:
       UserError: the file is absent or of another kind, or what reads it is not installed.
@@ -50,7 +50,7 @@ def _parse(text: str) -> Any:
 
 
 def _read_folder(path: Path) -> Iterator[Any]:
-    from train.shards import is_shard_folder, read_rows
+    from train.data.shards import is_shard_folder, read_rows
 
     if is_shard_folder(path):
         return read_rows(path)

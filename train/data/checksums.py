@@ -8,8 +8,8 @@ from pathlib import Path
 
 from eagle3_jax.checkpoint.source import weight_files
 from eagle3_jax.errors import UserError
-from train.mask import ChatRenderer
-from train.shards import checksum, is_shard_folder, open_folder
+from train.data.mask import ChatRenderer
+from train.data.shards import checksum, is_shard_folder, open_folder
 
 
 def model_checksum(folder: Path) -> str:

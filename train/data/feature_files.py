@@ -1,6 +1,6 @@
 """`eagle3 data features`: what the target says to prepared rows, in files, so that training need not hold the target.
 
-A shard of the folder (see `train.shards`) has, beside offsets, tokens and mask:
+A shard of the folder (see `train.data.shards`) has, beside offsets, tokens and mask:
 
     aux.{b}   [N, D]        the residual stream entering layer b, for every boundary b
     hidden    [N, D]        after the final norm, from which the target's logits follow
@@ -31,11 +31,11 @@ from eagle3_jax.errors import ConfigError, UserError
 from eagle3_jax.precision import matmul_precision, parse_dtype, split
 from eagle3_jax.sharding import make_mesh
 from eagle3_jax.target import Target
-from train.checksums import model_checksum
-from train.conversations import Row
-from train.data import bucket_lengths, ordered_batches
+from train.data.batches import bucket_lengths, ordered_batches
+from train.data.checksums import model_checksum
+from train.data.conversations import Row
+from train.data.shards import FEATURES, ShardFolder, ShardWriter, open_folder, read_rows, row_counts, row_tensors
 from train.features import Features, target_features
-from train.shards import FEATURES, ShardFolder, ShardWriter, open_folder, read_rows, row_counts, row_tensors
 
 Extract = Callable[[np.ndarray], Features]
 

@@ -10,10 +10,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from train.conversations import Overlong, Row
-from train.data import DataReport, fitted_rows
-from train.mask import ChangedTurns, ChatRenderer
-from train.renderer import load_renderer
+from train.data.batches import DataReport, fitted_rows
+from train.data.conversations import Overlong, Row
+from train.data.mask import ChangedTurns, ChatRenderer
+from train.data.renderer import load_renderer
 
 RECORDS_A_ROUND = 2048  # handed to each worker at a time, so that a large file is never in memory
 

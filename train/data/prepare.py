@@ -14,14 +14,14 @@ from tqdm import tqdm
 from eagle3_jax.checkpoint.hf import read_config
 from eagle3_jax.checkpoint.source import read_json, resolve
 from eagle3_jax.errors import UserError
-from train.checksums import file_checksum, template_checksum, tokenizer_checksum
-from train.conversations import Row
-from train.data import DataError, DataReport
-from train.mask import ChatRenderer
-from train.renderer import add_template_arguments, parse_template_kwargs
-from train.rendering import Rendering, render_all
-from train.shards import ROWS, ShardWriter, row_counts, row_tensors
-from train.sources import read_records
+from train.data.batches import DataError, DataReport
+from train.data.checksums import file_checksum, template_checksum, tokenizer_checksum
+from train.data.conversations import Row
+from train.data.mask import ChatRenderer
+from train.data.renderer import add_template_arguments, parse_template_kwargs
+from train.data.rendering import Rendering, render_all
+from train.data.shards import ROWS, ShardWriter, row_counts, row_tensors
+from train.data.sources import read_records
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,12 +21,12 @@ from tqdm import tqdm
 
 from eagle3_jax.checkpoint.source import resolve
 from eagle3_jax.errors import UserError
-from train.answers import AnswerFile
-from train.checksums import model_checksum
-from train.conversations import BadRow, Conversation, parse_prompt
-from train.mask import ChatRenderer
-from train.renderer import add_template_arguments, load_renderer, parse_template_kwargs
-from train.sources import read_records
+from train.data.answers import AnswerFile
+from train.data.checksums import model_checksum
+from train.data.conversations import BadRow, Conversation, parse_prompt
+from train.data.mask import ChatRenderer
+from train.data.renderer import add_template_arguments, load_renderer, parse_template_kwargs
+from train.data.sources import read_records
 
 if TYPE_CHECKING:
     from infer import LLM, RequestOutput, SamplingParams

@@ -8,10 +8,10 @@ from importlib import import_module
 from eagle3_jax.cli import Command
 
 COMMANDS = {
-    "prepare": Command("train.prepare", "conversations to tokens and loss masks, once"),
-    "vocab": Command("train.vocab_file", "the draft vocabulary of prepared data"),
-    "regenerate": Command("train.regenerate", "let the target answer prompts itself"),
-    "features": Command("train.feature_files", "what the target says to prepared data, for training without it"),
+    "prepare": Command("train.data.prepare", "conversations to tokens and loss masks, once"),
+    "vocab": Command("train.data.vocab_file", "the draft vocabulary of prepared data"),
+    "regenerate": Command("train.data.regenerate", "let the target answer prompts itself"),
+    "features": Command("train.data.feature_files", "what the target says to prepared data, for training without it"),
 }
 
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from eagle3_jax.errors import UserError
-from train.shards import check_settings, disk_errors, write_json
+from train.data.shards import check_settings, disk_errors, write_json
 
 
 class AnswerFile:

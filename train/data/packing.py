@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from train.conversations import Row
+from train.data.conversations import Row
 
 OPEN_SEQUENCES = 1024
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from eagle3_jax.checkpoint.safetensors_file import Outgoing, read_header, write_file
 from eagle3_jax.errors import UserError
-from train.conversations import Row
+from train.data.conversations import Row
 
 ROWS, FEATURES, VERSION = "eagle3-rows", "eagle3-features", 1
 INDEX, PROGRESS = "index.json", "progress.json"

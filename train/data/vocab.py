@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from eagle3_jax.errors import ConfigError
-from train.conversations import Row
+from train.data.conversations import Row
 
 
 def count_supervised(rows: Iterable[Row], vocab_size: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from eagle3_jax.errors import UserError
-from train.conversations import BadRow, Conversation, Message, Row
+from train.data.conversations import BadRow, Conversation, Message, Row
 
 ChangedTurns = Literal["split", "drop", "error"]
 
