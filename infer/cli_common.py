@@ -38,6 +38,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tp", type=int, default=1, help="devices over which the model is spread")
     group.add_argument("--max-model-len", type=int, help="longest prompt and answer together, in tokens")
     group.add_argument("--revision", help="of a model named by its hub id")
+    group.add_argument("--draft-revision", help="of a head named by its hub id")
     group.add_argument("--draft-sample-method", choices=("coupled", "greedy", "probabilistic"))
     group.add_argument("--rejection-sample-method", choices=REJECTION_METHODS)
     group.add_argument("--synthetic-acceptance-length", type=float, metavar="MEAN")
@@ -62,11 +63,13 @@ def speculative_config(
     flags on drafts are given and there are none.
     """
     head = draft if draft is not None else DEFAULT_DRAFTER if model is None else None
-    methods = {
-        name: getattr(args, name)
-        for name in ("draft_sample_method", "rejection_sample_method", "synthetic_acceptance_length")
-        if getattr(args, name) is not None
+    flags = {
+        "draft_sample_method": args.draft_sample_method,
+        "rejection_sample_method": args.rejection_sample_method,
+        "synthetic_acceptance_length": args.synthetic_acceptance_length,
+        "revision": args.draft_revision,
     }
+    methods = {name: value for name, value in flags.items() if value is not None}
     if drafts == 0 or (head is None and drafts is None):
         if methods:
             raise UserError(f"{', '.join(methods)}: there are no drafts without a head and at least one token to draft")

@@ -60,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
     llm = LLM(model_or_default(args.model), speculative_config=config, max_num_seqs=1, **engine_keywords(args))
     params = sampling_params(args, llm.get_default_sampling_params())
     started = time.perf_counter()
-    output, first = write(answer(llm, prompt, params, args), started)
+    output, marks = write(answer(llm, prompt, params, args))
     print()
-    for line in summary(output, llm, first - started, time.perf_counter() - first):
+    for line in summary(output, llm, [(seconds - started, count) for seconds, count in marks]):
         print(line, file=sys.stderr)
     return 0
 
@@ -111,28 +111,36 @@ def answer(llm: LLM, prompt: str, params: SamplingParams, args: argparse.Namespa
     return llm.stream_chat([*system, {"role": "user", "content": prompt}], params, chat_template_kwargs=kwargs)
 
 
-def write(outputs: Iterator[RequestOutput], started: float) -> tuple[RequestOutput, float]:
-    """Prints what is new of each output; returns the last and the time at which the first came."""
-    shown, first, last = "", started, None
+Marks = Sequence[tuple[float, int]]
+"""When each output came, and how many tokens there were by then."""
+
+
+def write(outputs: Iterator[RequestOutput]) -> tuple[RequestOutput, Marks]:
+    """Prints what is new of each output; returns the last, and when they came."""
+    shown, last = "", None
+    marks: list[tuple[float, int]] = []
     for last in outputs:
-        first = time.perf_counter() if not shown and first == started else first
         text = last.outputs[0].text
         print(text[len(shown) :], end="", flush=True)
         shown = text
+        marks.append((time.perf_counter(), len(last.outputs[0].token_ids)))
     if last is None:
         raise RuntimeError("the engine gave no output")
-    return last, first
+    return last, marks
 
 
-def summary(output: RequestOutput, llm: LLM, to_first: float, after_first: float) -> Sequence[str]:
-    """Lines on how much was written, how fast, and how well the drafter guessed."""
+def summary(output: RequestOutput, llm: LLM, marks: Marks) -> Sequence[str]:
+    """Lines on how much was written, how fast, and how well the drafter guessed.
+
+    The first output waits for prefill to be compiled, the second for the cycle; only what follows is timed.
+    """
     one, drafts = output.outputs[0], llm.num_speculative_tokens
     metrics = SpecMetrics.from_codes(one.codes, drafts)
-    after = max(len(one.token_ids) - 1, 0)
-    lines = [
-        f"[{len(one.token_ids)} tokens, ended by {one.finish_reason}; first after {to_first:.2f} s (compilation "
-        f"included), then {after / after_first if after_first > 0 else 0.0:.1f} tokens/s]"
-    ]
+    lines = [f"[{len(one.token_ids)} tokens, ended by {one.finish_reason}, in {marks[-1][0]:.2f} s with compilation"]
+    if len(marks) > 2:
+        (start, before), (end, after) = marks[1], marks[-1]
+        lines[0] += f"; once compiled, {(after - before) / (end - start):.1f} tokens/s"
+    lines[0] += "]"
     if not drafts:
         return [*lines, "[no drafter]"]
     rates = ", ".join(f"{rate:.2f}" for rate in metrics.acceptance_rate_per_pos)

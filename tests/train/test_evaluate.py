@@ -87,8 +87,9 @@ def test_prediction_equals_the_engine(target: tuple[Target, Path], answers: list
     first_four = predicted_acceptance(target[0], drafter, answers[:4], num_drafts=2)
     assert summary == {"num_drafts": 2, "num_answers": 4, **first_four.as_dict()}
     llm = LLM.from_models(
-        target[0], drafter, max_num_seqs=5, max_model_len=64, speculative_config={"num_speculative_tokens": 3}
-    )
+        target[0], drafter, max_num_seqs=5, max_model_len=64, prefill_chunk=4,  # prompts of up to three chunks
+        speculative_config={"num_speculative_tokens": 3},
+    )  # fmt: skip
     again = greedy_answers(llm, [a.tokens[: a.prompt_length].tolist() for a in answers], max_tokens=40)
     for first, second in zip(answers, again, strict=True):
         assert np.array_equal(first.tokens, second.tokens), "the head changed the text"
