@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+
+PUBLISHED = "EAGLE3_TEST_DATA"
+"""Names a folder of published files that this project does not ship: configs/*.json, templates/*.jinja."""
+
+
+def published_folder() -> Path | None:
+    """The folder, or None where there is none."""
+    named = os.environ.get(PUBLISHED)
+    return Path(named) if named and Path(named).is_dir() else None
+
+
+def published(name: str) -> Path:
+    """A file of that folder; skips the test where it is absent."""
+    folder = published_folder()
+    if folder is None or not (folder / name).is_file():
+        pytest.skip(f"{name} is not shipped; set {PUBLISHED} to a folder that holds it")
+    return folder / name
 
 
 def as_float64(value: Any) -> np.ndarray:

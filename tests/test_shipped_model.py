@@ -14,7 +14,7 @@ from eagle3_jax import LLM, SamplingParams
 from infer.options import DEFAULT_DRAFTER, DEFAULT_MODEL
 from infer.outputs import RequestOutput, SpecMetrics
 
-PROMPTS = Path(__file__).parent / "data" / "held_out.jsonl"
+PROMPTS = Path(__file__).parent / "data" / "questions.jsonl"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "RESULTS.md"
 LENGTH = 128
 SIZES: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 20}

@@ -9,16 +9,20 @@ from typing import Any
 import pytest
 
 from eagle3_jax.config import TargetConfig, default_aux_layers
+from tests.helpers import published
 from tests.target import oracle
 from tests.target.shrink import LAYERS, shrunk
 
-FOLDER = Path(__file__).parents[1] / "data" / "configs"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+NAMES = (
+    *[f"Qwen3.5-{size}" for size in ("0.8B", "2B", "4B", "9B", "27B", "35B-A3B", "122B-A10B", "397B-A17B")],
+    *("Qwen3-235B-A22B", "Qwen3-Next-80B-A3B-Thinking", "maxtext_qwen3_235b_a22b_thinking_2507_config"),
+    *[f"maxtext_qwen3_{size}_config" for size in ("0_6b", "1_7b", "4b", "8b", "14b", "32b", "30b_a3b_thinking_2507")],
+)
 TOKENS = 24
 
 
 def read(name: str) -> dict[str, Any]:
-    return json.loads((FOLDER / f"{name}.json").read_text())
+    return json.loads(published(f"configs/{name}.json").read_text())
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

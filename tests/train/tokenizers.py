@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-QWEN_TEMPLATE = Path(__file__).resolve().parents[1] / "data" / "qwen3.5_chat_template.jinja"
+from tests.helpers import published
+
+QWEN_TEMPLATE = "templates/qwen3.5_chat_template.jinja"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 NOT_SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 CHATML = (
@@ -42,5 +43,5 @@ def small_tokenizer(template: str | None = None) -> Any:
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        chat_template=QWEN_TEMPLATE.read_text() if template is None else template,
+        chat_template=published(QWEN_TEMPLATE).read_text() if template is None else template,
     )
