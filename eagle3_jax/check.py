@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from eagle3_jax.checkpoint.hf import cut, load_target, read_config
 from eagle3_jax.checkpoint.source import read_json, resolve
 from eagle3_jax.config import DELTA, TargetConfig
 from eagle3_jax.errors import UserError
-from eagle3_jax.precision import matmul_precision, split
+from eagle3_jax.precision import join, matmul_precision, split
 
 TEXT = "The quick brown fox jumps over the lazy dog. def add(a, b): return a + b  # 1 + 2 = 3"
 TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
@@ -116,7 +115,7 @@ def our_trace(folder: Path, tokens: Sequence[int], num_layers: int | None = None
 
         @jax.jit
         def forward(leaves: Any, ids: jax.Array) -> Any:
-            merged = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+            merged = join(graph, tree, leaves)
             out = merged(ids, aux_layers=every)
             return out.aux, out.hidden, merged.logits(out.hidden)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -50,3 +51,8 @@ def split(model: nnx.Module) -> tuple[Any, list[jax.Array], Any]:
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
     return graph, leaves, tree
+
+
+def join(graph: Any, tree: Any, leaves: Sequence[jax.Array]) -> Any:
+    """The module again, inside the jitted function: the inverse of `split`."""
+    return nnx.merge(graph, jax.tree.unflatten(tree, leaves))

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -23,11 +22,14 @@ from eagle3_jax.cache import Cache, DeltaState, KVPages, draft_cache, target_cac
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.errors import ConfigError, UserError
-from eagle3_jax.precision import matmul_precision
+from eagle3_jax.precision import join, matmul_precision, split
 from eagle3_jax.sharding import axes_sharding
 from eagle3_jax.target import Target
 from infer.cycle import MAX_DRAFTS, DecodeState, Speculation, prefill, run_cycles
 from infer.sampling import SamplingState, idle_state
+
+Weights = tuple[list[Array], ...]
+"""Leaves of the target and, if there is one, of the drafter."""
 
 REASONS = {0: None, 1: "stop", 2: "length"}
 _CHUNKS = (16, 64, 256, 1024)
@@ -88,28 +90,19 @@ class Engine:
         self.config, self.mesh = config, mesh
         self._target_config = target.config
         self._draft_config = drafter.config if drafter is not None else None
-        graphs, trees, leaves = [], [], []
-        for model in (target, drafter):
-            graph, state = nnx.split(model) if model is not None else (None, {})
-            flat, tree = jax.tree.flatten(state)
-            graphs.append(graph)
-            trees.append(tree)
-            leaves.append(tuple(flat))
-        self._leaves = tuple(leaves)
+        parts = [split(model) for model in (target, drafter) if model is not None]
+        self._leaves = tuple(leaves for _, leaves, _ in parts)
         how, dtype = config.speculation, config.dtype
 
-        def models(weights: tuple[tuple[Array, ...], ...]) -> tuple[Target, Eagle3 | None]:
-            parts = zip(graphs, trees, weights, strict=True)
-            built: list[Any] = [
-                None if graph is None else nnx.merge(graph, jax.tree.unflatten(t, w)) for graph, t, w in parts
-            ]
-            return built[0], built[1]
+        def models(weights: Weights) -> tuple[Target, Eagle3 | None]:
+            built = [join(graph, tree, leaves) for (graph, _, tree), leaves in zip(parts, weights, strict=True)]
+            return built[0], (built[1] if len(built) > 1 else None)
 
-        def prefill_step(weights: Any, state: DecodeState, chunk: int) -> DecodeState:
+        def prefill_step(weights: Weights, state: DecodeState, chunk: int) -> DecodeState:
             with matmul_precision(dtype):
                 return prefill(*models(weights), state, chunk)
 
-        def decode_step(weights: Any, state: DecodeState, limit: Array, yield_slots: Array) -> DecodeState:
+        def decode_step(weights: Weights, state: DecodeState, limit: Array, yield_slots: Array) -> DecodeState:
             with matmul_precision(dtype):
                 return run_cycles(*models(weights), state, how, limit, yield_slots)
 

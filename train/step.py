@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from eagle3_jax.drafters.eagle3 import Eagle3
-from eagle3_jax.precision import matmul_precision, split
+from eagle3_jax.precision import join, matmul_precision, split
 from eagle3_jax.sharding import MESH_AXES, param_sharding
 from eagle3_jax.target import Target
 from train.data.batches import Batch
@@ -88,7 +87,7 @@ class Model:
     objective: Objective = KL
 
     def target(self, frozen: Frozen) -> Target:
-        return nnx.merge(self.target_graph, jax.tree.unflatten(self.target_tree, frozen.target))
+        return join(self.target_graph, self.target_tree, frozen.target)
 
     def drafter(self, params: Params, frozen: Frozen) -> Eagle3:
         return self.draft.merge(params, frozen.fixed, self.dtype)
@@ -138,7 +137,7 @@ def make_model(
     graph, params, fixed = split_drafter(drafter)
     d2t = drafter.d2t[...]
     index = jnp.asarray(draft_index(np.asarray(d2t), target.config.vocab_size))
-    teacher = jax.jit(lambda leaves, ids: nnx.merge(target_graph, jax.tree.unflatten(tree, leaves)).output_rows(ids))
+    teacher = jax.jit(lambda leaves, ids: join(target_graph, tree, leaves).output_rows(ids))
     frozen = Frozen(leaves, fixed, teacher(leaves, d2t), index)
     model = Model(target_graph, tree, graph, drafter.config.aux_layers, num_steps, decay, dtype, remat, objective)
     if mesh is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from eagle3_jax.checkpoint import save_target
@@ -19,6 +21,20 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
     "rope_theta": 10000.0,
 }  # fmt: skip
+
+
+def write_rows(path: Path) -> Path:
+    """Twelve rows of 8 to 16 tokens below 32, of which the first three are the prompt."""
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(8, 17, size=12)
+    rows = [{"input_ids": draw.integers(0, 32, n).tolist(), "loss_mask": [0] * 3 + [1] * (int(n) - 3)} for n in lengths]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def losses(output: str | Path) -> list[float]:
+    """What a run reported, line by line."""
+    return [json.loads(line)["loss"] for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
 
 
 def save_small_target(folder: Path) -> Path:

@@ -19,6 +19,7 @@ from eagle3_jax.config import TargetConfig
 from eagle3_jax.errors import UserError
 from eagle3_jax.target import Target
 from tests.helpers import assert_close
+from tests.train import folders
 from tests.train.models import sharpened
 from train.checkpoints import OLD_DEFAULTS, Checkpoints, ResumeError, check_same_run
 from train.data.batches import Batches
@@ -26,12 +27,7 @@ from train.loop import TrainingError
 from train.recipe import Recipe, load_recipe
 from train.run import train
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 16,
-    "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
-    "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
-    "rope_theta": 10000.0,
-}  # fmt: skip
+CONFIG = {**folders.CONFIG, "vocab_size": 64}
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +39,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of 8 to 16 tokens from half of the vocabulary, of which the first three are the prompt."""
-    draw, path = np.random.default_rng(0), tmp_path_factory.mktemp("data") / "rows.jsonl"
-    lengths = draw.integers(8, 17, size=12)
-    rows = [{"input_ids": draw.integers(0, 32, n).tolist(), "loss_mask": [0] * 3 + [1] * (int(n) - 3)} for n in lengths]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path
+    return folders.write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl")
 
 
 @pytest.fixture
@@ -63,8 +54,7 @@ def make_recipe(target_folder: Path, data_file: Path, tmp_path: Path) -> Any:
 
 
 def losses(recipe: Recipe) -> list[float]:
-    lines = (Path(recipe.output) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return folders.losses(recipe.output)
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:

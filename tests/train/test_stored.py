@@ -12,7 +12,7 @@ import pytest
 from eagle3_jax.cli import main
 from eagle3_jax.errors import UserError
 from tests.helpers import assert_close
-from tests.train.folders import CONFIG, save_small_target
+from tests.train.folders import CONFIG, losses, save_small_target, write_rows
 from train.data.stored import load_ends
 from train.recipe import RecipeError, load_recipe
 from train.run import train
@@ -21,10 +21,8 @@ from train.run import train
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A target, twelve prepared rows of 8 to 16 tokens, and their features in float32."""
-    root, draw = tmp_path_factory.mktemp("stored"), np.random.default_rng(0)
-    rows = [{"input_ids": draw.integers(0, 32, n).tolist(), "loss_mask": [0] * 3 + [1] * (int(n) - 3)}
-            for n in draw.integers(8, 17, size=12)]  # fmt: skip
-    (root / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    root = tmp_path_factory.mktemp("stored")
+    write_rows(root / "rows.jsonl")
     target = save_small_target(root / "target")
     shared = ["--target", str(target), "--quiet"]
     prepare = ["prepare", str(root / "rows.jsonl"), "--output", str(root / "rows"), "--max-length", "16"]
@@ -44,10 +42,6 @@ def make_recipe(places: dict[str, Path], tmp_path: Path) -> Any:
         "ttt_steps: 2\nbatch_size: 4\ntrain_steps: 4\ndtype: float32\nlog_every: 1\n"
     )
     return lambda *overrides: load_recipe(path, overrides)
-
-
-def losses(output: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("how", [["data.max_length=40"], ["data.packing=false", "loss=lk_alpha"]])

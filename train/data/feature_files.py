@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from tqdm import tqdm
 
 from eagle3_jax.checkpoint import load_target
@@ -28,7 +27,7 @@ from eagle3_jax.checkpoint.hf import read_config
 from eagle3_jax.checkpoint.source import read_json, resolve
 from eagle3_jax.config import TargetConfig, check_aux_layers, default_aux_layers
 from eagle3_jax.errors import ConfigError, UserError
-from eagle3_jax.precision import matmul_precision, parse_dtype, split
+from eagle3_jax.precision import join, matmul_precision, parse_dtype, split
 from eagle3_jax.sharding import make_mesh
 from eagle3_jax.target import Target
 from train.data.batches import bucket_lengths, ordered_batches
@@ -134,7 +133,7 @@ def make_extract(target: Target, layers: Sequence[int]) -> Extract:
     @jax.jit
     def compute(leaves: Any, tokens: jax.Array) -> Features:
         with matmul_precision(dtype):
-            return target_features(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), tokens, layers, log_sum=True)
+            return target_features(join(graph, tree, leaves), tokens, layers, log_sum=True)
 
     def extract(tokens: np.ndarray) -> Features:
         found = jax.device_get(compute(leaves, tokens))
