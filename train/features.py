@@ -44,9 +44,12 @@ def target_features(
 
     segment_ids: [B, T] of packed rows, see `eagle3_jax.segments`.
     """
-    out = target(tokens, segment_ids=segment_ids, aux_layers=aux_layers)
+    with jax.named_scope("target"):
+        out = target(tokens, segment_ids=segment_ids, aux_layers=aux_layers)
     block = vocab_block or max(512, _BLOCK_ELEMENTS // tokens.size)
-    return lax.stop_gradient(Features(out.aux, out.hidden, *vocabulary_scan(target, out.hidden, block, log_sum)))
+    with jax.named_scope("vocabulary"):
+        choice = vocabulary_scan(target, out.hidden, block, log_sum)
+    return lax.stop_gradient(Features(out.aux, out.hidden, *choice))
 
 
 def vocabulary_scan(target: Target, hidden: Array, block: int, log_sum: bool = False) -> tuple[Array, Array | None]:

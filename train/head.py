@@ -7,12 +7,14 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 from jax.sharding import Mesh
 
 from eagle3_jax.checkpoint import load_drafter
 from eagle3_jax.checkpoint.specforge import inexpressible
 from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig, check_aux_layers, default_aux_layers
 from eagle3_jax.drafters.eagle3 import Eagle3
+from eagle3_jax.layers.norm import RMSNorm
 from eagle3_jax.target import Target
 from train.data.vocab import choose_draft_vocab
 from train.data.vocab_file import read_vocab_file
@@ -77,14 +79,32 @@ def check_exportable(config: DraftConfig) -> None:
 
 
 def new_head(config: DraftConfig, d2t: np.ndarray, target: Target, *, seed: int, init_head: bool) -> Eagle3:
-    """A float32 head with the draft vocabulary `d2t`; its output projection and norm may start as the target's."""
+    """A float32 head with the draft vocabulary `d2t`; with `init_head`, what it shares with the target starts from it."""
     head = Eagle3(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     head.d2t[...] = jnp.asarray(d2t)
     if init_head:
-        scale = target.norm.weight[...].astype(jnp.float32)
-        head.norm.weight[...] = 1 + scale if target.config.zero_centered_norm else scale
-        head.lm_head.kernel[...] = target.output_rows(head.d2t[...]).astype(jnp.float32)
+        _start_from(target, head)
     return head
+
+
+def _start_from(target: Target, head: Eagle3) -> None:
+    """The output projection and its norm are the target's, and a norm of aux states that of the layer they enter.
+
+    The target has learned to scale down the few channels of its residual stream that are hundreds of times the others;
+    a norm that starts at 1 hands them to `fc` as they are. In offline mode, without the layers, it has to.
+    """
+    head.norm.weight[...] = _scale(target.norm, target.config)
+    head.lm_head.kernel[...] = target.output_rows(head.d2t[...]).astype(jnp.float32)
+    if not head.config.fc_norm or not target.layers:
+        return
+    norms = [layer.input_layernorm for layer in target.layers] + [target.norm]
+    for own, boundary in zip(head.fc_norm, head.config.aux_layers, strict=True):
+        own.weight[...] = _scale(norms[boundary], target.config)
+
+
+def _scale(norm: RMSNorm, config: TargetConfig) -> Array:
+    weight = norm.weight[...].astype(jnp.float32)
+    return 1 + weight if config.zero_centered_norm else weight
 
 
 def existing_head(path: str | Path, target: Target, mesh: Mesh | None) -> tuple[Eagle3, tuple[str, ...]]:

@@ -113,7 +113,8 @@ def step_sums(
         if teacher_log_sum is None:
             raise ValueError(f"{objective.kind} needs teacher_log_sum")
         arrays.append((teacher_log_sum, 1))
-    sums = chunked(compare, arrays, chunk)
+    with jax.named_scope("loss"):
+        sums = chunked(compare, arrays, chunk)
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
 

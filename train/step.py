@@ -173,8 +173,9 @@ def make_step(model: Model, optimizer: optax.GradientTransformation) -> Step:
         with matmul_precision(model.dtype):
             compute = jax.value_and_grad(model.loss, has_aux=True)
             (loss, sums), grads = compute(state.params, frozen, inputs)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
         return TrainState(params, opt_state), Metrics(loss, _norm(grads), sums)
 
     return jax.jit(step, donate_argnums=0)

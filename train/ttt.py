@@ -59,7 +59,8 @@ def draft_step(
         new_keys.append(k)
         new_values.append(v)
         all_keys, all_values = [*(s[layer] for s in keys), k], [*(s[layer] for s in values), v]
-        return branch_attention(q, all_keys, all_values, segment_ids=segment_ids)
+        with jax.named_scope("draft_attention"):
+            return branch_attention(q, all_keys, all_values, segment_ids=segment_ids)
 
     whole = jnp.broadcast_to(jnp.arange(embeds.shape[1], dtype=jnp.int32)[None], embeds.shape[:2])
     positions = whole if segment_ids is None else segment_positions(segment_ids)
@@ -85,7 +86,8 @@ def unroll(
     """
 
     def one(hidden: Array, shifted: Array, step: int, keys: Sequence[LayerKeys], values: Sequence[LayerKeys]) -> tuple:
-        return draft_step(merge(), shifted, hidden, step, keys, values, segment_ids)
+        with jax.named_scope("draft_step"):
+            return draft_step(merge(), shifted, hidden, step, keys, values, segment_ids)
 
     run = jax.checkpoint(one, static_argnums=2) if remat else one
     hidden, outputs = merge().combine(aux), []

@@ -1,0 +1,1 @@
+"""Measurements on real hardware; see RESULTS.md for what they found."""

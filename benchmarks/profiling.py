@@ -1,0 +1,67 @@
+"""Where the time of a compiled program goes: kernel times from a profile, summed by the program's named scopes."""
+
+from __future__ import annotations
+
+import collections
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.profiler import ProfileData
+
+OTHER = "other"
+_INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?metadata=\{[^}]*?op_name="([^"]*)"', re.MULTILINE)
+
+
+def profile(run: Callable[[], Any], folder: str | Path | None = None) -> dict[str, int]:
+    """Nanoseconds of each kernel, by the name of its HLO instruction, while `run` runs; `run` returns what to wait for."""
+    with tempfile.TemporaryDirectory() as temporary:
+        where = Path(folder or temporary)
+        with jax.profiler.trace(str(where)):
+            jax.block_until_ready(run())
+        return kernel_times(where)
+
+
+def kernel_times(folder: Path) -> dict[str, int]:
+    """Nanoseconds by HLO instruction, over every device stream of the newest profile in `folder`."""
+    newest = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    times: collections.Counter[str] = collections.Counter()
+    for plane in ProfileData.from_file(str(newest)).planes:
+        if not plane.name.startswith("/device:"):
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):  # the other lines tell the same time again, by module and by scope
+                continue
+            for event in line.events:
+                times[_instruction(event)] += int(event.duration_ns)
+    return dict(times)
+
+
+def _instruction(event: Any) -> str:
+    stats = dict(event.stats)
+    return str(stats.get("hlo_op") or event.name)
+
+
+def op_names(hlo_text: str) -> dict[str, str]:
+    """Instruction name to the path of scopes that it was traced under, from `compiled.as_text()`."""
+    return dict(_INSTRUCTION.findall(hlo_text))
+
+
+def by_scope(times: Mapping[str, int], hlo_text: str, scopes: Sequence[str]) -> dict[str, int]:
+    """Nanoseconds by scope: each kernel counts for the first of `scopes` that its path contains, or else as OTHER."""
+    paths = op_names(hlo_text)
+    total: collections.Counter[str] = collections.Counter()
+    for name, spent in times.items():
+        path = paths.get(name, "")
+        total[next((scope for scope in scopes if scope in path), OTHER)] += spent
+    return dict(total.most_common())
+
+
+def costliest(times: Mapping[str, int], hlo_text: str, count: int = 15) -> list[tuple[str, int, str]]:
+    """(instruction, nanoseconds, path) of the kernels that take most."""
+    paths = op_names(hlo_text)
+    ranked = sorted(times.items(), key=lambda item: -item[1])[:count]
+    return [(name, spent, paths.get(name, "")) for name, spent in ranked]
