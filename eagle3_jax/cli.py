@@ -22,17 +22,18 @@ INTERRUPTED = 130  # the shell's, for a process ended by SIGINT
 
 
 class Command(NamedTuple):
-    """Where a subcommand lives and the line that `eagle3 --help` prints for it."""
+    """Where a subcommand lives, the line that `eagle3 --help` prints for it, and whether several hosts can share it."""
 
     module: str
     help: str
+    on_several_hosts: bool = False
 
 
 COMMANDS = {
-    "generate": Command("infer.generate_cli", "write text from prompts, with or without a drafter"),
-    "bench": Command("infer.bench_cli", "measure acceptance length and tokens per second on a set of prompts"),
+    "generate": Command("infer.generate_cli", "write text from prompts, with or without a drafter", True),
+    "bench": Command("infer.bench_cli", "measure acceptance length and tokens per second on a set of prompts", True),
     "data": Command("train.data.cli", "prepare what heads are trained on: answers, tokens, vocabularies, features"),
-    "train": Command("train.cli", "train a draft head from a recipe"),
+    "train": Command("train.cli", "train a draft head from a recipe", True),
     "convert": Command("eagle3_jax.convert", "bring a draft head from any published format into any other"),
     "inspect": Command("eagle3_jax.inspect", "describe a model or drafter folder without loading its weights"),
     "check": Command("eagle3_jax.check", "compare a target with transformers, layer by layer"),
@@ -67,10 +68,25 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    module = import_module(COMMANDS[name].module)
-    parser = argparse.ArgumentParser(prog=f"eagle3 {name}", description=COMMANDS[name].help)
-    module.add_arguments(parser)
-    return module.run(parser.parse_args(arguments)) or 0
+    command = COMMANDS[name]
+    return run_command(command, argparse.ArgumentParser(prog=f"eagle3 {name}", description=command.help), arguments)
+
+
+def add_command_arguments(command: Command, parser: argparse.ArgumentParser) -> None:
+    """The arguments of a command."""
+    import_module(command.module).add_arguments(parser)
+    if command.on_several_hosts:
+        import_module("eagle3_jax.distributed").add_arguments(parser)
+
+
+def run_command(command: Command, parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
+    """Parses and runs; together with the other hosts, if the command can be shared and there are any."""
+    add_command_arguments(command, parser)
+    args, run = parser.parse_args(arguments), import_module(command.module).run
+    if not command.on_several_hosts:
+        return run(args) or 0
+    with import_module("eagle3_jax.distributed").session(args):
+        return run(args) or 0
 
 
 def _top_parser() -> argparse.ArgumentParser:

@@ -88,10 +88,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     """Of a command, or of one of `eagle3 data`."""
     parser = _Parser(prog=f"eagle3 {command}", allow_abbrev=False)
     name, _, inner = command.partition(" ")
-    if inner:
-        data_cli.add_command_arguments(inner, parser)
-    else:
-        import_module(cli.COMMANDS[name].module).add_arguments(parser)
+    cli.add_command_arguments(data_cli.COMMANDS[inner] if inner else cli.COMMANDS[name], parser)
     return parser
 
 

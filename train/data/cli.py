@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
 
-from eagle3_jax.cli import Command
+from eagle3_jax.cli import Command, run_command
 
 COMMANDS = {
     "prepare": Command("train.data.prepare", "conversations to tokens and loss masks, once"),
     "vocab": Command("train.data.vocab_file", "the draft vocabulary of prepared data"),
-    "regenerate": Command("train.data.regenerate", "let the target answer prompts itself"),
-    "features": Command("train.data.feature_files", "what the target says to prepared data, for training without it"),
+    "regenerate": Command("train.data.regenerate", "let the target answer prompts itself", True),
+    "features": Command("train.data.feature_files", "what the target says to prepared data, to train without it", True),
 }
 
 
@@ -25,13 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the command")
 
 
-def add_command_arguments(command: str, parser: argparse.ArgumentParser) -> None:
-    """The arguments of `eagle3 data COMMAND`."""
-    import_module(COMMANDS[command].module).add_arguments(parser)
-
-
 def run(args: argparse.Namespace) -> int:
     command = COMMANDS[args.command]
     parser = argparse.ArgumentParser(prog=f"eagle3 data {args.command}", description=command.help)
-    add_command_arguments(args.command, parser)
-    return import_module(command.module).run(parser.parse_args(args.arguments)) or 0
+    return run_command(command, parser, args.arguments)
