@@ -17,11 +17,14 @@ from train.recipe import Recipe, flatten
 from train.step import TrainState
 
 # Keys that may differ when a run goes on: they change neither the losses nor where they come from.
-FREE_KEYS = ("output", "save_every", "keep", "log_every", "export", "remat", "mesh.", "evaluate.")
+FREE_KEYS = (
+    *("output", "save_every", "keep", "log_every", "log", "peak_flops", "export", "remat", "accumulate", "mesh."),
+    "evaluate.",
+)
 
 
 # What runs did before these keys existed: their checkpoints do not name them.
-OLD_DEFAULTS = {"data.packing": False, "loss": "kl", "kl_scale": 1.0, "kl_decay": 1.0}
+OLD_DEFAULTS = {"data.packing": False, "loss": "kl", "kl_scale": 1.0, "kl_decay": 1.0, "hidden_weight": 0.0}
 
 
 class ResumeError(UserError):

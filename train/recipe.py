@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import types
-import typing
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from eagle3_jax.errors import UserError
+from eagle3_jax.sharding import MESH_AXES
 from train.data.conversations import Overlong
 from train.data.mask import ChangedTurns
 from train.objective import Kind
+from train.schema import RecipeError, build
 
-
-class RecipeError(UserError):
-    """A recipe that cannot be followed; the message names the key."""
+READY = Path(__file__).parent / "recipes"
+Log = Literal["tensorboard", "wandb"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,25 +89,38 @@ class OptimizerRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class EvalRecipe:
-    """Predicted acceptance at the end of training, see `train.evaluate`, written to summary.json.
+    """Acceptance on held-out prompts, predicted and as the engine measures it, see `train.held_out`.
 
-    files: held-out rows in any format of data.files; of each, the last assistant turn is what is predicted. The figure
-    is the engine's own only if the target said those turns greedily. num_drafts: K. max_rows: the first so many.
+    files: held-out rows in any format of data.files; of each, what comes before its last answer is the prompt.
+    every: steps between two evaluations; 0: only at the end. num_drafts: K. max_rows: the first so many.
+    max_tokens: of the answer that the engine writes to each prompt.
     """
 
     files: tuple[str, ...] = ()
+    every: int = 0
     num_drafts: int = 3
     max_rows: int = 256
+    max_tokens: int = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshRecipe:
-    """Devices along each axis; the batch is spread over `data`."""
+    """Devices along each axis, see `eagle3_jax.sharding`."""
 
     data: int = 1
     fsdp: int = 1
     expert: int = 1
     tensor: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.data * self.fsdp * self.expert * self.tensor
+
+    @property
+    def batch_shards(self) -> int:
+        """Over how many devices the rows of a batch are spread."""
+        axes = MESH_AXES["batch"] or ()
+        return math.prod(getattr(self, axis) for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,10 +129,12 @@ class Recipe:
 
     features: offline mode: a folder that `eagle3 data features` wrote, instead of data.files.
     target: folder or hub id. output: the run's folder. ttt_steps, decay: of the training-time test, and the weight of
-    step i, decay**i. loss, kl_scale, kl_decay: see `train.objective`. train_steps, or else epochs, says how long.
-    dtype: of computation; the head's master weights are float32. remat: compute each step of the drafter again in the
-    backward pass, for memory. keep: checkpoints kept. export: write the head in SpecForge's format to OUTPUT/head at
-    the end.
+    step i, decay**i. loss, kl_scale, kl_decay, hidden_weight: see `train.objective`. batch_size: sequences of one step
+    of the optimizer. accumulate: in how many parts they are computed, one after another; the gradient is the whole
+    batch's. train_steps, or else epochs, says how long. dtype: of computation; the head's master weights are float32.
+    remat: compute each step of the drafter again in the backward pass, for memory. keep: checkpoints kept. log: where
+    the numbers of metrics.jsonl go too. peak_flops: of one device, for MFU, where `train.flops` does not know it.
+    export: write the head in SpecForge's format to OUTPUT/head at the end.
     """
 
     target: str = ""
@@ -137,7 +150,9 @@ class Recipe:
     loss: Kind = "kl"
     kl_scale: float = 1.0
     kl_decay: float = 1.0
+    hidden_weight: float = 0.0
     batch_size: int = 8
+    accumulate: int = 1
     train_steps: int | None = None
     epochs: float = 1.0
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -146,6 +161,8 @@ class Recipe:
     save_every: int = 1000
     keep: int = 2
     log_every: int = 20
+    log: tuple[Log, ...] = ()
+    peak_flops: float | None = None
     export: bool = True
 
     def __post_init__(self) -> None:
@@ -165,17 +182,28 @@ class Recipe:
             (not 0 < self.decay <= 1, f"decay={self.decay} is not in (0, 1]"),
             (not 0 <= self.kl_scale <= 1, f"kl_scale={self.kl_scale} is not in [0, 1]"),
             (self.kl_decay < 0, f"kl_decay={self.kl_decay} is negative"),
+            (self.hidden_weight < 0, f"hidden_weight={self.hidden_weight} is negative"),
             (self.batch_size < 1, f"batch_size={self.batch_size} is below 1"),
+            (self.accumulate < 1, f"accumulate={self.accumulate} is below 1"),
             (self.train_steps is not None and self.train_steps < 1, f"train_steps={self.train_steps} is below 1"),
             (self.evaluate.num_drafts < 1, f"evaluate.num_drafts={self.evaluate.num_drafts} is below 1"),
+            (self.evaluate.every < 0, f"evaluate.every={self.evaluate.every} is negative"),
+            (self.evaluate.max_tokens < 1, f"evaluate.max_tokens={self.evaluate.max_tokens} is below 1"),
+            (min(dataclasses.astuple(self.mesh)) < 1, f"{self.mesh} has an axis below 1"),
+            (self.peak_flops is not None and self.peak_flops <= 0, f"peak_flops={self.peak_flops} is not positive"),
             (self.epochs <= 0, f"epochs={self.epochs} is not positive"),
             (min(self.save_every, self.keep, self.log_every) < 1, "save_every, keep and log_every must be at least 1"),
             (not 0 <= o.warmup_ratio < 1, f"optimizer.warmup_ratio={o.warmup_ratio} is not in [0, 1)"),
             (o.learning_rate <= 0, f"optimizer.learning_rate={o.learning_rate} is not positive"),
-            (self.batch_size % self.mesh.data != 0, f"batch_size={self.batch_size} is not a multiple of mesh.data"),
-        ]
+            (self.batch_size % self._parts != 0, f"batch_size={self.batch_size} is not a multiple of {self._parts}: "
+             f"accumulate={self.accumulate} parts, their rows over {self.mesh.batch_shards} devices"),
+        ]  # fmt: skip
         if found := [text for bad, text in problems if bad]:
             raise RecipeError("recipe: " + "; ".join(found))
+
+    @property
+    def _parts(self) -> int:
+        return max(1, self.accumulate * self.mesh.batch_shards)
 
     def num_steps(self, num_rows: int) -> int:
         """Optimizer steps over `num_rows` sequences."""
@@ -187,11 +215,12 @@ def _ascending(buckets: tuple[int, ...] | None, last: int) -> bool:
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Reads a YAML recipe and applies `a.b=value` overrides, values in YAML.
+    """Reads a YAML recipe, a file or a ready one by its name, and applies `a.b=value` overrides, values in YAML.
 
     Raises:
       RecipeError: the file is absent or not a mapping, a key is unknown, a value has the wrong type or makes no sense.
     """
+    path = _find(Path(path))
     try:
         table = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -200,7 +229,22 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         raise RecipeError(f"{path}: a recipe is a mapping of keys to values")
     for override in overrides:
         _override(table, override)
-    return _build(Recipe, table, "")
+    return build(Recipe, table, "")
+
+
+def ready_recipes() -> list[str]:
+    """Names of the recipes that come with this package."""
+    return sorted(path.stem for path in READY.glob("*.yaml"))
+
+
+def _find(path: Path) -> Path:
+    """The file itself, or the ready recipe of that name."""
+    if path.exists() or len(path.parts) != 1 or path.suffix in (".yaml", ".yml"):
+        return path
+    ready = READY / f"{path}.yaml"
+    if not ready.is_file():
+        raise RecipeError(f"no recipe file {path}, and no ready recipe; those are {', '.join(ready_recipes())}")
+    return ready
 
 
 def _override(table: dict[str, Any], override: str) -> None:
@@ -213,58 +257,6 @@ def _override(table: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise RecipeError(f"{key}: {name} has no keys of its own")
     table[last] = yaml.safe_load(text)
-
-
-def _build(cls: type, table: Any, where: str) -> Any:
-    """A frozen dataclass of a mapping, field by field."""
-    if not isinstance(table, Mapping):
-        raise RecipeError(f"{where.rstrip('.')}: expected keys and values, got {table!r}")
-    hints = typing.get_type_hints(cls)
-    if unknown := [str(key) for key in table if key not in hints]:
-        raise RecipeError(_unknown(unknown[0], hints, where))
-    return cls(**{key: _convert(value, hints[key], where + key) for key, value in table.items()})
-
-
-def _unknown(key: str, known: Iterable[str], where: str) -> str:
-    known = list(known)
-    near = difflib.get_close_matches(key, known, n=1)
-    advice = f"did you mean {where}{near[0]}?" if near else f"known here are {', '.join(known)}"
-    return f"unknown recipe key {where}{key}: {advice}"
-
-
-def _convert(value: Any, kind: Any, where: str) -> Any:
-    """`value` as `kind`, one of: a dataclass, Literal, X | None, tuple[X, ...], dict, or a plain type."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        return _build(typing.cast(type, kind), value or {}, where + ".")
-    if origin in (types.UnionType, typing.Union):
-        (inner,) = (a for a in arguments if a is not type(None))
-        return None if value is None else _convert(value, inner, where)
-    if origin is Literal:
-        if value not in arguments:
-            raise RecipeError(f"{where}={value!r} is not one of {', '.join(map(str, arguments))}")
-        return value
-    if origin is tuple:
-        items = value if isinstance(value, list | tuple) else [value]
-        return tuple(_convert(item, arguments[0], f"{where}[{i}]") for i, item in enumerate(items))
-    if origin is dict:
-        return _checked(value, dict, where)
-    return _number(value, where) if kind is float else _checked(value, kind, where)
-
-
-def _number(value: Any, where: str) -> float:
-    """YAML 1.1 reads 1e-4, without a point, as text."""
-    try:
-        return float(_checked(value, (int, float, str), where))
-    except ValueError:
-        raise RecipeError(f"{where}={value!r} is not a number") from None
-
-
-def _checked(value: Any, kind: Any, where: str) -> Any:
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        name = kind.__name__ if isinstance(kind, type) else "number"
-        raise RecipeError(f"{where}={value!r} is not of type {name}")
-    return value
 
 
 def to_yaml(recipe: Recipe) -> str:
