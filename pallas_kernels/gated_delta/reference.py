@@ -111,6 +111,27 @@ def fold(state: Array, k: Array, updates: Array, g: Array, count: Array) -> Arra
     return (scaled + added).reshape(state.shape)
 
 
+class Pending(NamedTuple):
+    """A window that was verified: its first `accepted` tokens count and are not yet in the state."""
+
+    keys: Array  # [B,C,K,M]
+    updates: Array  # [B,C,K*R,P] float32
+    log_decay: Array  # [B,C,K*R]
+    accepted: Array  # [B] int32, 0 to C
+
+
+def step(
+    state: Array, pending: Pending, q: Array, k: Array, v: Array, g: Array, beta: Array
+) -> tuple[Array, Array, Array]:
+    """One cycle: folds the accepted tokens of the last window in, then verifies the next window from there.
+
+    Returns outputs and updates of the window [B,W,K*R,P], and the committed state. The two windows may differ in width.
+    """
+    state = fold(state, *pending)
+    out, updates = window(q, k, v, g, beta, state)
+    return out, updates, state
+
+
 class _Chunk(NamedTuple):
     """What of a chunk does not depend on the state before it."""
 

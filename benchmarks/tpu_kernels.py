@@ -1,0 +1,120 @@
+"""What the real Mosaic compiler says of the TPU kernels at the shapes of published models; needs no TPU.
+
+    JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-8 \
+        python -m benchmarks.tpu_kernels
+
+compiles every case below for every chip with libtpu and prints a table. HBM is the arguments and results of the program,
+what is written in place counted twice, and its temporaries; VMEM the least with which a call compiles.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from pallas_kernels.gated_delta import Pending
+from pallas_kernels.gated_delta import tpu as gated_delta
+
+CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
+
+
+class Shape(NamedTuple):
+    """What a published config fixes. Widths of the delta rule are 128 in all of them."""
+
+    key_heads: int  # of the delta rule
+    value_heads: int
+    heads: int  # of attention
+    kv_heads: int
+    width: int
+    vocab: int
+
+
+MODELS = {
+    "Qwen3.5-4B": Shape(16, 32, 16, 4, 256, 248320),
+    "Qwen3.5-9B": Shape(16, 32, 16, 4, 256, 248320),
+    "Qwen3.5-27B": Shape(16, 48, 24, 4, 256, 248320),
+    "Qwen3.5-35B-A3B": Shape(16, 32, 16, 2, 256, 248320),
+}
+
+
+class Case(NamedTuple):
+    """A kernel with abstract arguments; `module.VMEM_BYTES` is its limit of vector memory."""
+
+    kernel: Callable[..., Any]
+    args: tuple[Any, ...]
+    donated: tuple[int, ...]
+    module: Any
+
+
+def delta_step(shape: Shape, batch: int, window: int) -> Case:
+    vectors = lambda heads: _abstract(batch, window, heads, 128)
+    gates = _abstract(batch, window, shape.value_heads)
+    pending = Pending(vectors(shape.key_heads), vectors(shape.value_heads), gates, _abstract(batch, dtype=jnp.int32))
+    q = k = vectors(shape.key_heads)
+    state = _abstract(batch, shape.value_heads, 128, 128)
+    return Case(gated_delta.step, (state, pending, q, k, vectors(shape.value_heads), gates, gates), (0,), gated_delta)
+
+
+KERNELS: dict[str, Callable[[Shape, int, int], Case]] = {"gated_delta.step": delta_step}
+
+
+def compile_for(case: Case, chip: str) -> Any:
+    """The compiled program. Raises what the compiler raises: too little vector memory, a layout it cannot do."""
+    device = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices[0]
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))
+    return jax.jit(case.kernel, donate_argnums=case.donated).lower(*jax.tree.map(place, case.args)).compile()
+
+
+def hbm_bytes(compiled: Any) -> int:
+    m = compiled.memory_analysis()
+    return m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
+
+
+def vmem_megabytes(case: Case, chip: str) -> float:
+    """The least it compiles with: given too little, the compiler says how much it was trying to allocate."""
+    limit = 1 << 16
+    while True:
+        with mock.patch.object(case.module, "VMEM_BYTES", limit):
+            fresh = case._replace(kernel=lambda *args: case.kernel(*args))  # not what jit has traced before
+            try:
+                compile_for(fresh, chip)
+                return limit / 2**20
+            except jax.errors.JaxRuntimeError as error:
+                limit = max(_wanted(str(error)), limit + 2**16)
+
+
+def _wanted(error: str) -> int:
+    found = re.search(r"Scoped allocation with size ([\d.]+)([KM])", error)
+    assert found, error
+    return int(float(found[1]) * (2**10 if found[2] == "K" else 2**20)) + 2**14  # it is rounded to two digits
+
+
+def rows(batch: int = 8) -> Iterator[str]:
+    for kernel, build in KERNELS.items():
+        for shape in dict.fromkeys(MODELS.values()):
+            for window in (1, 4, 8, 16):
+                yield _row(kernel, build(shape, batch, window), shape, window)
+
+
+def _row(kernel: str, case: Case, shape: Shape, window: int) -> str:
+    models = ", ".join(name.removeprefix("Qwen3.5-") for name, other in MODELS.items() if other == shape)
+    vmem = " / ".join(f"{vmem_megabytes(case, chip):.1f}" for chip in CHIPS)
+    hbm = " / ".join(f"{hbm_bytes(compile_for(case, chip)) / 2**20:.1f}" for chip in CHIPS)
+    return f"| {kernel} | {models} | {window} | {vmem} | {hbm} |"
+
+
+def _abstract(*shape: int, dtype: Any = jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+if __name__ == "__main__":
+    print("| kernel | Qwen3.5 | window | VMEM, MiB | HBM bytes, MiB |\n| --- | --- | --- | --- | --- |")
+    for line in rows():
+        print(line, flush=True)

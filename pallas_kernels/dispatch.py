@@ -1,0 +1,67 @@
+"""Which implementation of an operation runs, and why it was not another.
+
+Every public function with kernels takes `implementation=`:
+  None or "auto"   what `using` asks for, else the reference. A kernel that cannot do the job gives way to the
+                   reference, and `fallbacks` says why.
+  "reference"      plain jnp, which XLA compiles for any platform
+  "tpu", ...       that kernel, or NotImplementedError with the reason
+
+The reference is the default on every platform: a kernel becomes one only where a benchmark on that hardware shows it
+winning, and the TPU kernels have been interpreted and compiled but never timed. The choice is made when a function is
+traced, so `using` must surround the first call of a jitted function; what is compiled keeps its choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+REFERENCE = "reference"
+_preferred: ContextVar[str] = ContextVar("preferred", default=REFERENCE)
+_fallbacks: dict[str, str] = {}
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def using(implementation: str) -> Iterator[None]:
+    """Operations traced inside prefer `implementation` ("tpu", ...) where they have it and it can do the job."""
+    token = _preferred.set(implementation)
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
+
+
+def fallbacks() -> dict[str, str]:
+    """Operation -> why the preferred kernel last gave way to the reference."""
+    return dict(_fallbacks)
+
+
+def call(
+    operation: str,
+    implementation: str | None,
+    implementations: Mapping[str, Callable[..., Result]],
+    *args: Any,
+    **options: Any,
+) -> Result:
+    """Runs one of `implementations`, "reference" among them. Raises NotImplementedError if the one named cannot."""
+    if implementation is not None and implementation != "auto":
+        return _named(operation, implementation, implementations)(*args, **options)
+    try:
+        return _named(operation, _preferred.get(), implementations)(*args, **options)
+    except NotImplementedError as reason:
+        if _fallbacks.get(operation) != str(reason):
+            _log.warning("%s: the reference is used: %s", operation, reason)
+        _fallbacks[operation] = str(reason)
+    return implementations[REFERENCE](*args, **options)
+
+
+def _named(operation: str, name: str, implementations: Mapping[str, Callable[..., Result]]) -> Callable[..., Result]:
+    if name not in implementations:
+        raise NotImplementedError(f"{operation} has no implementation {name!r}, only {', '.join(implementations)}")
+    return implementations[name]
