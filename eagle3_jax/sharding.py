@@ -1,24 +1,38 @@
 """The one table from what an axis means to where it lies.
 
-Parameters are told apart by the end of their path; each gets logical axes, and `MESH_AXES` maps those to the mesh.
-An axis that does not divide (key/value heads fewer than the tensor axis, say) is replicated. Meshes are Auto: XLA
-carries the layout through the program. "pjit" today is `jax.jit` with shardings.
+Parameters are told apart by the end of their path, caches by their fields; each gets logical axes, and `MESH_AXES` maps
+those to the mesh. An axis that does not divide (key/value heads fewer than the tensor axis, say) is replicated. Meshes
+are Auto: XLA carries the layout through the program. "pjit" today is `jax.jit` with shardings.
+
+Rows of a training batch are spread over `data` and `fsdp`, slots of generation over `data` alone: a training step
+gathers a matrix that `fsdp` has cut, since its tokens outweigh it; a decoding step multiplies with the part it holds
+and sums, since a few tokens weigh nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import dataclasses
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from eagle3_jax.cache import Cache, DeltaState, KVPages
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.errors import ConfigError
 
-MESH_AXES: dict[str, str | None] = {
-    "batch": "data",
+AXES = ("data", "fsdp", "expert", "tensor")
+
+MESH_AXES: dict[str, str | tuple[str, ...] | None] = {
+    "batch": ("data", "fsdp"),
+    "slots": "data",
     "embed": "fsdp",
     "heads": "tensor",
     "mlp": "tensor",
@@ -50,23 +64,42 @@ _HEADS: tuple[tuple[str, str], ...] = (
     (r"linear_attn\.(in_proj_z|out_proj)\.", "linear_num_value_heads"),
 )
 
+_CACHES: dict[str, dict[str, tuple[str, ...]]] = {
+    # A slot's pages lie together in the pools, so that pages are spread as slots are.
+    "KVPages": {name: ("heads", "slots", "replicated", "replicated") for name in ("keys", "values")},
+    "DeltaState": {
+        "state": ("slots", "heads", "replicated", "replicated"),
+        "keys": ("slots", "replicated", "heads", "replicated"),
+        "updates": ("slots", "replicated", "heads", "replicated"),
+        "log_decay": ("slots", "replicated", "heads"),
+        "inputs": ("slots", "replicated", "replicated"),
+    },
+}
+
 
 def make_mesh(
-    *, data: int = 1, fsdp: int = 1, expert: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+    *, data: int = 1, fsdp: int = 1, expert: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """A mesh of axes data, fsdp, expert, tensor over the first devices.
+    """A mesh of axes data, fsdp, expert, tensor over the first devices; neighbours on `tensor` are close together.
 
     Raises:
       ConfigError: fewer devices than the axes ask for.
     """
     sizes = {"data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
     have = list(jax.devices() if devices is None else devices)
-    need = int(np.prod(list(sizes.values())))
+    need = math.prod(sizes.values())
     if need > len(have):
         asked = ", ".join(f"{k}={v}" for k, v in sizes.items() if v > 1)
         raise ConfigError(f"a mesh of {asked} needs {need} devices, {len(have)} are here")
-    grid = np.array(have[:need], dtype=object).reshape(list(sizes.values()))
-    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return Mesh(_grid(have[:need], tuple(sizes.values())), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _grid(devices: list[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """Devices by axis. On a TPU slice axes are laid along its links; elsewhere, or where that cannot be, in order."""
+    if devices[0].platform == "tpu":
+        with contextlib.suppress(NotImplementedError, ValueError, AssertionError):
+            return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return np.array(devices, dtype=object).reshape(shape)
 
 
 def logical_axes(path: Sequence[str]) -> tuple[str, ...]:
@@ -86,11 +119,80 @@ def param_sharding(
     return axes_sharding(axes, sizes, mesh)
 
 
+def model_shardings(state: Any, mesh: Mesh, config: TargetConfig | DraftConfig) -> Any:
+    """A sharding for every array of a model's nnx state, as a tree of the same shape."""
+
+    def place(path: tuple[Any, ...], x: Any) -> NamedSharding:
+        names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
+        return param_sharding([name for name in names if name != "value"], x.shape, mesh, config)
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
+    """A sharding for every array of a cache; what belongs to no layer is small and replicated."""
+    slots = len(cache.lengths)
+
+    def place(axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
+        sizes = [slots if axis == "slots" else size for axis, size in zip(axes, shape, strict=True)]
+        return axes_sharding(axes, sizes, mesh)
+
+    def layer(x: KVPages | DeltaState) -> Any:
+        fields = _CACHES[type(x).__name__].items()
+        return x.replace(**{name: place(axes, getattr(x, name).shape) for name, axes in fields})
+
+    whole = jax.tree.map(lambda _: replicated(mesh), cache)
+    return dataclasses.replace(whole, layers=tuple(layer(x) for x in cache.layers))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where a program is traced for: its mesh, and the logical axis of its rows ("batch" or "slots")."""
+
+    mesh: Mesh
+    rows: str
+
+    def row_axes(self, count: int) -> tuple[str, ...]:
+        """The mesh axes over which `count` rows are spread, () if they do not divide."""
+        (place,) = axes_sharding([self.rows], [count], self.mesh).spec or (None,)
+        return (place,) if isinstance(place, str) else place or ()
+
+
+_LAYOUT: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
+
+
+@contextlib.contextmanager
+def laid_out(mesh: Mesh | None, rows: str) -> Iterator[None]:
+    """A context to trace under: layers that spread their work themselves, and `pin_cache`, ask here for the mesh."""
+    token = _LAYOUT.set(None if mesh is None else Layout(mesh, rows))
+    try:
+        yield
+    finally:
+        _LAYOUT.reset(token)
+
+
+def current_layout() -> Layout | None:
+    """The layout of `laid_out`, None outside and on one device."""
+    return _LAYOUT.get()
+
+
+def pin_cache(cache: Cache) -> Cache:
+    """The cache, held to its layout: inside a loop XLA may choose another, and then moves it before and after."""
+    layout = current_layout()
+    return cache if layout is None else jax.lax.with_sharding_constraint(cache, cache_shardings(cache, layout.mesh))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
 def axes_sharding(axes: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     """A sharding by logical axes; those whose size the mesh axis does not divide are replicated."""
 
-    def place(axis: str, size: int) -> str | None:
-        name = MESH_AXES[axis]
-        return name if name is not None and size % mesh.shape[name] == 0 else None
+    def place(axis: str, size: int) -> str | tuple[str, ...] | None:
+        names = MESH_AXES[axis]
+        along = math.prod(mesh.shape[name] for name in ((names,) if isinstance(names, str) else names or ()))
+        return names if size % along == 0 else None
 
     return NamedSharding(mesh, PartitionSpec(*(place(a, n) for a, n in zip(axes, shape, strict=False))))

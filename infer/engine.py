@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from eagle3_jax.cache import Cache, DeltaState, KVPages, draft_cache, target_cache
+from eagle3_jax.cache import draft_cache, target_cache
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.errors import ConfigError, UserError
 from eagle3_jax.precision import join, matmul_precision, split
-from eagle3_jax.sharding import axes_sharding
+from eagle3_jax.sharding import cache_shardings, laid_out, replicated
 from eagle3_jax.target import Target
 from infer.cycle import MAX_DRAFTS, DecodeState, Speculation, prefill, run_cycles
 from infer.sampling import SamplingState, idle_state
@@ -33,10 +33,6 @@ Weights = tuple[list[Array], ...]
 
 REASONS = {0: None, 1: "stop", 2: "length"}
 _CHUNKS = (16, 64, 256, 1024)
-_CACHE_HEADS: dict[str, dict[str, int | None]] = {  # which axis of a cache's arrays counts heads
-    "KVPages": {"keys": 0, "values": 0},
-    "DeltaState": {"state": 1, "keys": 2, "updates": 2, "log_decay": 2, "inputs": None},
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,15 +95,15 @@ class Engine:
             return built[0], (built[1] if len(built) > 1 else None)
 
         def prefill_step(weights: Weights, state: DecodeState, chunk: int) -> DecodeState:
-            with matmul_precision(dtype):
+            with matmul_precision(dtype), laid_out(mesh, "slots"):
                 return prefill(*models(weights), state, chunk)
 
         def decode_step(weights: Weights, state: DecodeState, limit: Array, yield_slots: Array) -> DecodeState:
-            with matmul_precision(dtype):
+            with matmul_precision(dtype), laid_out(mesh, "slots"):
                 return run_cycles(*models(weights), state, how, limit, yield_slots)
 
         empty = partial(empty_state, self._target_config, self._draft_config, config)
-        layout = {} if mesh is None else {"out_shardings": _layout(jax.eval_shape(empty), mesh)}
+        layout: dict[str, Any] = {} if mesh is None else {"out_shardings": state_shardings(jax.eval_shape(empty), mesh)}
         self._state: DecodeState = jax.jit(empty, **layout)()
         self._prefill = jax.jit(prefill_step, donate_argnums=1, static_argnums=2, **layout)
         self._decode = jax.jit(decode_step, donate_argnums=1, **layout)
@@ -288,20 +284,8 @@ def _bucket(tokens: int, largest: int) -> int:
     return next((size for size in sizes if size >= tokens), largest)
 
 
-def _layout(state: DecodeState, mesh: Mesh) -> Any:
-    """Caches by heads over the tensor axis; everything else is small and replicated."""
-
-    def by_heads(shape: tuple[int, ...], axis: int | None) -> NamedSharding:
-        return axes_sharding(["heads" if i == axis else "replicated" for i in range(len(shape))], shape, mesh)
-
-    def layer(x: KVPages | DeltaState) -> Any:
-        heads = _CACHE_HEADS[type(x).__name__]
-        return x.replace(**{name: by_heads(getattr(x, name).shape, axis) for name, axis in heads.items()})
-
-    def cache(x: Cache | None) -> Any:
-        return None if x is None else dataclasses.replace(everywhere(x), layers=tuple(layer(y) for y in x.layers))
-
-    def everywhere(x: Any) -> Any:
-        return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), x)
-
-    return dataclasses.replace(everywhere(state), target=cache(state.target), drafter=cache(state.drafter))
+def state_shardings(state: DecodeState, mesh: Mesh) -> DecodeState:
+    """Where a batch's state lies: caches as the table says, the rest, small and read by every host, everywhere."""
+    whole = jax.tree.map(lambda _: replicated(mesh), state)
+    drafter = None if state.drafter is None else cache_shardings(state.drafter, mesh)
+    return dataclasses.replace(whole, target=cache_shardings(state.target, mesh), drafter=drafter)

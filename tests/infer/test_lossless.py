@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from eagle3_jax.sharding import make_mesh
 from eagle3_jax.target import Target
 from infer.cycle import FROM_TARGET, Speculation
 from infer.engine import Engine
@@ -128,16 +127,6 @@ def test_drafts_do_not_depend_on_chunks_slots_or_syncs() -> None:
     want, got = (tiny.answers(tiny.build(model, head, Speculation(3), **size), PROMPTS, loud) for size in sizes)
     assert len(accepted_counts(want)) >= 3
     assert [(a.tokens, a.codes) for a in got] == [(a.tokens, a.codes) for a in want]
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-def test_spread_over_devices(family: str) -> None:
-    """Heads, features and experts over a mesh of four: the same text as on one device."""
-    mesh = make_mesh(tensor=2, expert=2)
-    model, head = (tiny.spread(m, mesh) for m in (family_target(family), tiny.drafter(family_target(family).config)))
-    engine = tiny.build(model, head, Speculation(3), mesh=mesh)
-    found = tiny.answers(engine, PROMPTS, PARAMS, stop_ids=STOPS)
-    assert same(engine, family_target(family), found, reference(family)) <= 1
 
 
 def test_two_thousand_tokens() -> None:
