@@ -17,7 +17,7 @@ _INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?metadata=\{[^}]*?op_
 
 
 def profile(run: Callable[[], Any], folder: str | Path | None = None) -> dict[str, int]:
-    """Nanoseconds of each kernel, by the name of its HLO instruction, while `run` runs; `run` returns what to wait for."""
+    """Nanoseconds by HLO instruction, spent in kernels while `run` runs; `run` returns what to wait for."""
     with tempfile.TemporaryDirectory() as temporary:
         where = Path(folder or temporary)
         with jax.profiler.trace(str(where)):

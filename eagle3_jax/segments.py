@@ -14,8 +14,3 @@ def segment_positions(segment_ids: Array) -> Array:
     index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None], segment_ids.shape)
     starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], [(0, 0), (1, 0)])
     return index - lax.cummax(jnp.where(starts, index, 0), axis=1)
-
-
-def same_segment(queries: Array, keys: Array) -> Array:
-    """[B,T,S] bool of ids [B,T] and [B,S]."""
-    return queries[:, :, None] == keys[:, None, :]

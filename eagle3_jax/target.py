@@ -25,8 +25,8 @@ from eagle3_jax.layers.mlp import MLP
 from eagle3_jax.layers.moe import MoE
 from eagle3_jax.layers.norm import RMSNorm
 from eagle3_jax.layers.rope import rotation
-from eagle3_jax.segments import same_segment, segment_positions
-from pallas_kernels.attention import attention, paged_attention, write_pages
+from eagle3_jax.segments import segment_positions
+from pallas_kernels.attention import causal_attention, paged_attention, write_pages
 
 
 @jax.tree_util.register_dataclass
@@ -156,9 +156,6 @@ class Target(nnx.Module):
     ) -> TargetOutput:
         tokens = jnp.arange(x.shape[1])[None]
         valid = None if num_valid is None else tokens < num_valid[:, None]
-        visible = jnp.tri(x.shape[1], dtype=bool)[None]
-        if segment_ids is not None:
-            visible = visible & same_segment(segment_ids, segment_ids)
         if positions is None:
             counted = jnp.broadcast_to(tokens, x.shape[:2])
             positions = counted if segment_ids is None else segment_positions(segment_ids)
@@ -167,7 +164,7 @@ class Target(nnx.Module):
         def mixer(i: int, layer: DecoderLayer, h: Array) -> Array:
             if self.config.layer_types[i] == DELTA:
                 return layer.linear_attn(h, valid, segment_ids)
-            return layer.self_attn(h, cos_sin, lambda q, k, v: attention(q, k, v, visible))
+            return layer.self_attn(h, cos_sin, partial(causal_attention, segment_ids=segment_ids))
 
         return self._decode(x, mixer, aux_layers)
 

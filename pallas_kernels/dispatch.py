@@ -1,13 +1,13 @@
 """Which implementation of an operation runs, and why it was not another.
 
 Every public function with kernels takes `implementation=`:
-  None or "auto"   what `using` asks for, else the reference. A kernel that cannot do the job gives way to the
+  None or "auto"   what `using` asks for, else the operation's default. A kernel that cannot do the job gives way to the
                    reference, and `fallbacks` says why.
   "reference"      plain jnp, which XLA compiles for any platform
   "tpu", ...       that kernel, or NotImplementedError with the reason
 
-The reference is the default on every platform: a kernel becomes one only where a benchmark on that hardware shows it
-winning, and the TPU kernels have been interpreted and compiled but never timed. The choice is made when a function is
+A kernel becomes the default only where a benchmark on that hardware shows it winning; otherwise the reference is, as on
+TPUs, whose kernels have been interpreted and compiled but never timed. The choice is made when a function is
 traced, so `using` must surround the first call of a jitted function; what is compiled keeps its choice.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 REFERENCE = "reference"
-_preferred: ContextVar[str] = ContextVar("preferred", default=REFERENCE)
+_preferred: ContextVar[str | None] = ContextVar("preferred", default=None)
 _fallbacks: dict[str, str] = {}
 _log = logging.getLogger(__name__)
 
@@ -47,15 +47,17 @@ def call(
     implementation: str | None,
     implementations: Mapping[str, Callable[..., Result]],
     *args: Any,
+    default: str = REFERENCE,
     **options: Any,
 ) -> Result:
     """Runs one of `implementations`, "reference" among them. Raises NotImplementedError if the one named cannot."""
     if implementation is not None and implementation != "auto":
         return _named(operation, implementation, implementations)(*args, **options)
+    asked = _preferred.get()
     try:
-        return _named(operation, _preferred.get(), implementations)(*args, **options)
+        return _named(operation, asked or default, implementations)(*args, **options)
     except NotImplementedError as reason:
-        if _fallbacks.get(operation) != str(reason):
+        if asked and _fallbacks.get(operation) != str(reason):
             _log.warning("%s: the reference is used: %s", operation, reason)
         _fallbacks[operation] = str(reason)
     return implementations[REFERENCE](*args, **options)

@@ -79,7 +79,7 @@ def check_exportable(config: DraftConfig) -> None:
 
 
 def new_head(config: DraftConfig, d2t: np.ndarray, target: Target, *, seed: int, init_head: bool) -> Eagle3:
-    """A float32 head with the draft vocabulary `d2t`; with `init_head`, what it shares with the target starts from it."""
+    """A float32 head with the draft vocabulary `d2t`; with `init_head`, what it shares with the target starts there."""
     head = Eagle3(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     head.d2t[...] = jnp.asarray(d2t)
     if init_head:

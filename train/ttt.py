@@ -17,7 +17,7 @@ from jax import Array
 
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.segments import segment_positions
-from train.attention import branch_attention
+from pallas_kernels.attention import branch_attention
 
 LayerKeys = tuple[Array, ...]
 """One [B, T, K, H] for each layer of the drafter."""

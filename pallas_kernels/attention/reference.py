@@ -31,11 +31,6 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, layout: str, kv_heads:
     return out.reshape(q.shape).astype(q.dtype)
 
 
-def causal_attention(q: Array, k: Array, v: Array) -> Array:
-    """Each token sees itself and what came before it. Shapes as `attention`, with T = S."""
-    return attention(q, k, v, jnp.tri(q.shape[1], dtype=bool)[None])
-
-
 def write_pages(pages: Array, values: Array, page_table: Array, positions: Array, valid: Array) -> Array:
     """Puts `values` [B,T,K,H] at `positions` [B,T] of each row's pages; invalid tokens are not written.
 

@@ -44,6 +44,20 @@ def test_causal_as_torch() -> None:
     assert_close(causal_attention(q, k, v), torch_attention(q, k, v, mask), 1e-6)
 
 
+def test_causal_in_packed_rows_as_torch() -> None:
+    q, k, v = qkv(2, 9, 9, 2)
+    ids = np.array([[1, 1, 1, 2, 2, 2, 2, 3, 3], [1, 1, 1, 1, 1, 2, 2, 0, 0]], np.int32)
+    mask = np.tri(9, dtype=bool)[None] & (ids[:, :, None] == ids[:, None, :])
+    found = causal_attention(q, k, v, segment_ids=jnp.asarray(ids))
+    assert_close(found, torch_attention(q, k, v, mask), 1e-6)
+
+
+def test_cudnn_says_why_it_cannot() -> None:
+    q, k, v = qkv(1, 4, 4, 2)
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
+        causal_attention(q, k, v, implementation="cudnn")
+
+
 def test_scores_beyond_the_range_of_an_exponential() -> None:
     q, k, v = qkv(1, 4, 4, 2)
     mask = np.tri(4, dtype=bool)[None]

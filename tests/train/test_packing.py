@@ -11,10 +11,10 @@ import pytest
 from jax import Array
 
 from eagle3_jax.config import TargetConfig
+from pallas_kernels.attention import branch_attention
 from tests.helpers import assert_close
+from tests.kernels.test_branch_attention import dense
 from tests.train.models import HYBRID, TARGET, make_drafter, make_target, sharpened
-from tests.train.test_attention import dense
-from train.attention import branch_attention
 from train.data.batches import Batches, pad_rows
 from train.data.conversations import Row
 from train.data.packing import filled, first_fit, pack_rows

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax import Array
 
+from pallas_kernels.attention.branch import branch_attention, query_block
 from tests.helpers import assert_close
-from train.attention import branch_attention, query_block
 
 
 def dense(q: Array, keys: Sequence[Array], values: Sequence[Array]) -> Array:

@@ -1,9 +1,9 @@
-"""Attention of the training-time test.
+"""Causal attention with a branch of keys at every position, in blocks of queries: EAGLE-3's training-time test.
 
-At step i, the query of position p sees what the drafter's cache would hold at inference: the step-0 keys of positions
-j <= p, made of true target features, and after them its own branch, the keys that steps 1 .. i left at p. One softmax
-runs over both. Queries are taken in blocks that the backward pass computes again, so no T x T matrix is kept. In packed
-rows the step-0 keys are those of the query's own segment.
+At step i of it, the query of position p sees what the drafter's cache would hold at inference: the step-0 keys of
+positions j <= p, made of true target features, and after them its own branch, the keys that steps 1 .. i left at p. One
+softmax runs over both. Without a branch this is plain causal attention. Queries are taken in blocks that the backward
+pass computes again, so no T x T matrix is kept. In packed rows the step-0 keys are those of the query's own segment.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-
-from eagle3_jax.segments import same_segment
 
 _BLOCK_ELEMENTS = 2**28
 
@@ -36,7 +34,7 @@ def branch_attention(
 ) -> Array:
     """[B, T, N, H] from q [B, T, N, H] and the keys and values [B, T, K, H] of steps 0 .. i. Scale H**-0.5.
 
-    segment_ids: [B, T] of packed rows, see `eagle3_jax.segments`.
+    segment_ids: [B, T] int32 of packed rows: tokens see those of their own number alone.
     """
     length = q.shape[1]
     block = min(block or query_block(*q.shape[:3]), length)
@@ -52,7 +50,7 @@ def branch_attention(
         start, query_ids, queries, own_keys, own_values = inputs
         visible = jnp.arange(length)[None, None] <= (start + jnp.arange(block))[None, :, None]
         if segment_ids is not None:
-            visible = visible & same_segment(query_ids, segment_ids)
+            visible = visible & (query_ids[:, :, None] == segment_ids[:, None, :])
         return _attend_block(visible, queries, own_keys, own_values, keys[0], values[0])
 
     out = lax.map(attend, (starts, ids, *blocks))
