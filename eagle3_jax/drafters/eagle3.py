@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from eagle3_jax.cache import Cache, KVPages
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.layers.attention import Attention, AttentionShape
-from eagle3_jax.layers.linear import Embedding, Linear
+from eagle3_jax.layers.linear import Embedding, Linear, logits
 from eagle3_jax.layers.mlp import MLP
 from eagle3_jax.layers.norm import RMSNorm
 from eagle3_jax.layers.rope import rotation
@@ -103,7 +103,7 @@ class Eagle3(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """float32 logits [..., U] over the draft vocabulary."""
-        return jnp.matmul(self.norm(hidden), self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+        return logits(self.norm(hidden), self.lm_head.kernel[...])
 
     def feedback(self, hidden: Array) -> Array:
         """What the next draft step takes in place of features: the block's output, normed only with `norm_output`."""
