@@ -3,8 +3,8 @@
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-8 \
         python -m benchmarks.tpu_kernels
 
-compiles every case below for every chip with libtpu and prints a table. HBM is the arguments and results of the program,
-what is written in place counted twice, and its temporaries; VMEM the least with which a call compiles.
+compiles every case below for every chip with libtpu and prints a table. HBM is a program's arguments and results (what
+is written in place counts twice) and temporaries; VMEM the least with which a call compiles.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.gated_delta import Pending
 from pallas_kernels.gated_delta import tpu as gated_delta
+from pallas_kernels.verification import Sampling
+from pallas_kernels.verification import tpu as verification_tpu
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 
@@ -62,7 +64,19 @@ def delta_step(shape: Shape, batch: int, window: int) -> Case:
     return Case(gated_delta.step, (state, pending, q, k, vectors(shape.value_heads), gates, gates), (0,), gated_delta)
 
 
-KERNELS: dict[str, Callable[[Shape, int, int], Case]] = {"gated_delta.step": delta_step}
+def verification(shape: Shape, batch: int, window: int) -> Case:
+    number, integer = _abstract(batch), _abstract(batch, dtype=jnp.int32)
+    stop_ids, no_stop = _abstract(batch, 16, dtype=jnp.int32), _abstract(batch, window, dtype=jnp.bool_)
+    sampling = Sampling(number, number, integer, number, stop_ids, no_stop)
+    drafts, keys = _abstract(batch, window - 1, dtype=jnp.int32), _abstract(batch, window, 2, dtype=jnp.uint32)
+    logits = _abstract(batch, window, shape.vocab)
+    return Case(verification_tpu.verify, (logits, drafts, keys, sampling), (), verification_tpu)
+
+
+KERNELS: dict[str, Callable[[Shape, int, int], Case]] = {
+    "gated_delta.step": delta_step,
+    "verification.verify": verification,
+}
 
 
 def compile_for(case: Case, chip: str) -> Any:

@@ -1,0 +1,134 @@
+"""Plain jnp form of verification: process the logits, add the position's noise, take the argmax, count the accepted.
+
+Letters: B batch, K drafts, W = K + 1 window, V vocabulary. Filters are thresholds found by bisection over the bits of a
+float; nothing is sorted. What no row of the batch asks for is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.verification import threefry
+
+
+class Sampling(NamedTuple):
+    """How each of the B rows of a batch samples. Greedy rows (temperature 0) ignore the filters and draw nothing.
+
+    `no_stop` says where a stop id may not be sampled (yet).
+    """
+
+    temperature: Array  # [B] float32
+    min_p: Array  # [B] float32, 0 = off
+    top_k: Array  # [B] int32, 0 or less = off
+    top_p: Array  # [B] float32, 1 = off
+    stop_ids: Array  # [B,n] int32, padded with -1
+    no_stop: Array  # [B,W] bool
+
+    @property
+    def sampled(self) -> Array:
+        """[B] bool: rows that draw, rather than take the most likely token."""
+        return self.temperature > 0
+
+    @property
+    def filters(self) -> tuple[Array, Array, Array]:
+        """min_p, top_k and top_p [B], each 0 where it is off."""
+        min_p, top_k = jnp.where(self.sampled, self.min_p, 0.0), jnp.where(self.sampled, self.top_k, 0)
+        return min_p, jnp.maximum(top_k, 0), jnp.where(self.sampled & (self.top_p < 1), self.top_p, 0.0)
+
+
+def verify(logits: Array, drafts: Array, keys: Array, sampling: Sampling) -> tuple[Array, Array]:
+    """Tokens [B,W] int32 and the number of accepted drafts [B] int32: see the package."""
+    processed = process(logits, sampling)
+    tokens = jnp.argmax(processed + noise(keys, sampling, logits.shape[-1]), axis=-1).astype(jnp.int32)
+    return tokens, accepted(tokens, drafts)
+
+
+def accepted(tokens: Array, drafts: Array) -> Array:
+    """[B] int32: how many leading drafts [B,K] equal the tokens [B,W] at the same positions."""
+    same = tokens[:, : drafts.shape[1]] == drafts
+    return jnp.cumprod(same.astype(jnp.int32), axis=1).sum(1, dtype=jnp.int32)
+
+
+def noise(keys: Array, sampling: Sampling, vocab_size: int) -> Array:
+    """[B,W,V] float32 Gumbel noise of each position's own key [B,W,2] uint32; zeros for greedy rows."""
+
+    def draw() -> Array:
+        drawn = token_noise(keys, jnp.arange(vocab_size, dtype=jnp.uint32)[None, None])
+        return jnp.where(sampling.sampled[:, None, None], drawn, 0.0)
+
+    return lax.cond(sampling.sampled.any(), draw, lambda: jnp.zeros((*keys.shape[:2], vocab_size), jnp.float32))
+
+
+def token_noise(keys: Array, token_ids: Array) -> Array:
+    """float32 standard Gumbel noise of some tokens [...,U] under each key [...,2] uint32."""
+    return threefry.gumbel(threefry.bits((keys[..., :1], keys[..., 1:]), token_ids.astype(jnp.uint32)))
+
+
+def process(logits: Array, sampling: Sampling) -> Array:
+    """Logits [B,W,V] as the sampler sees them, float32; tokens that may not be sampled become -inf."""
+    logits = lax.cond(sampling.no_stop.any(), _mask_stops, lambda x, _: x, logits.astype(jnp.float32), sampling)
+    return lax.cond(sampling.sampled.any(), _scale_and_filter, lambda x, _: x, logits, sampling)
+
+
+def _mask_stops(logits: Array, sampling: Sampling) -> Array:
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    is_stop = (ids[None, :, None] == sampling.stop_ids[:, None, :]).any(-1)
+    return jnp.where(sampling.no_stop[:, :, None] & is_stop[:, None, :], -jnp.inf, logits)
+
+
+def _scale_and_filter(logits: Array, sampling: Sampling) -> Array:
+    logits = logits / jnp.where(sampling.sampled, sampling.temperature, 1.0)[:, None, None]
+    for value, keep in zip(sampling.filters, (_keep_min_p, _keep_top_k, _keep_top_p), strict=True):
+        masked = lambda x, value, keep=keep: jnp.where(keep(x, value), x, -jnp.inf)
+        logits = lax.cond((value > 0).any(), masked, lambda x, _: x, logits, value[:, None])
+    return logits
+
+
+def _keep_min_p(logits: Array, min_p: Array) -> Array:
+    """Tokens at least `min_p` [B,1] times as likely as the likeliest; all where it is 0."""
+    return logits >= (logits.max(-1) + jnp.log(min_p))[..., None]
+
+
+def _keep_top_k(logits: Array, top_k: Array) -> Array:
+    """The `top_k` [B,1] likeliest tokens and those that tie with the last of them; all where it is 0."""
+    vocab_size = logits.shape[-1]
+    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)
+    ordered = _ordered_bits(logits)
+    return ordered >= _largest_threshold(ordered, lambda kept: kept.sum(-1) >= wanted)[..., None]
+
+
+def _keep_top_p(logits: Array, top_p: Array) -> Array:
+    """The fewest likeliest tokens with mass `top_p` [B,1] of what is left, ties with the last too; all where 0."""
+    mass = jnp.exp(logits - logits.max(-1, keepdims=True))
+    wanted = top_p * mass.sum(-1)
+    ordered = _ordered_bits(logits)
+    threshold = _largest_threshold(ordered, lambda kept: jnp.where(kept, mass, 0.0).sum(-1) >= wanted)
+    return (ordered >= threshold[..., None]) | (top_p == 0)[..., None]
+
+
+def _ordered_bits(x: Array) -> Array:
+    """uint32 in the order of the float32 `x`, equal for 0 and -0."""
+    word = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
+    return jnp.where(word >> 31 == 1, ~word, word | jnp.uint32(1 << 31))
+
+
+def _largest_threshold(ordered: Array, enough: Callable[[Array], Array]) -> Array:
+    """[B,W] uint32: the largest t for which `enough(ordered >= t)` holds; it must hold for 0 and be monotone."""
+
+    def decide_bit(step: Array, threshold: Array) -> Array:
+        candidate = threshold | (jnp.uint32(1) << (31 - step).astype(jnp.uint32))
+        return jnp.where(enough(ordered >= candidate[..., None]), candidate, threshold)
+
+    return lax.fori_loop(0, 32, decide_bit, jnp.zeros(ordered.shape[:-1], jnp.uint32))
+
+
+def position_keys(keys: Array, positions: Array, purpose: int) -> Array:
+    """[B,W,2] uint32: of each request's key [B,2], folded with absolute positions [B,W] and with a purpose."""
+    fold = lambda key, position: jax.random.fold_in(jax.random.fold_in(key, position), purpose)
+    wrapped = jax.random.wrap_key_data(keys, impl="threefry2x32")
+    return jax.random.key_data(jax.vmap(jax.vmap(fold, (None, 0)))(wrapped, positions.astype(jnp.uint32)))
