@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,14 @@ import numpy as np
 
 from eagle3_jax.errors import UserError
 from train.data.conversations import Row
+from train.places import checkpoint_place, first_line, prepare_place, storage_errors
 from train.recipe import Recipe, flatten
 from train.step import TrainState
 
 # Keys that may differ when a run goes on: they change neither the losses nor where they come from.
 FREE_KEYS = (
-    *("output", "save_every", "keep", "log_every", "log", "peak_flops", "export", "remat", "accumulate", "mesh."),
-    "evaluate.",
+    *("output", "checkpoints", "save_every", "keep", "log_every", "log", "peak_flops", "export", "remat", "accumulate"),
+    *("mesh.", "evaluate."),
 )
 
 
@@ -52,7 +55,7 @@ def describe_run(recipe: Recipe, num_steps: int, rows: Sequence[Row], draft_conf
     }
 
 
-def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], folder: Path) -> None:
+def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], folder: str | Path) -> None:
     """Raises ResumeError naming every key of the recipe that differs, or that the data do."""
     old, new = {**OLD_DEFAULTS, **saved["recipe"]}, current["recipe"]
     differ = [k for k in sorted({*old, *new}) if old.get(k) != new.get(k) and not k.startswith(FREE_KEYS)]
@@ -64,48 +67,83 @@ def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], folder:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in OUTPUT/checkpoints; the newest `keep` stay."""
+    """The checkpoints of one run, in OUTPUT/checkpoints or at `place`; the newest `keep` stay.
 
-    def __init__(self, folder: Path, keep: int, run: Mapping[str, Any]) -> None:
+    A checkpoint is copied to the host, and then written while training goes on. It counts once it is whole: what a kill
+    leaves of one has another name, and is removed at the next start. Every process of a run takes part.
+
+    place: a folder that every host sees, or the address of a bucket, as gs://bucket/run.
+    Raises UserError where it cannot be used.
+    """
+
+    def __init__(self, folder: Path, keep: int, run: Mapping[str, Any], place: str | None = None) -> None:
         import orbax.checkpoint as ocp
 
-        self._ocp, self._run, self._folder = ocp, dict(run), folder
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
+        self._ocp, self._run, self.place = ocp, dict(run), checkpoint_place(folder, place)
+        logging.getLogger("absl").addFilter(_not_of_orbax)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+        with storage_errors(self.place, "opened"):
+            prepare_place(self.place)
+            self._manager = ocp.CheckpointManager(self.place, options=options)
 
     def latest(self) -> int | None:
         """The newest checkpoint's step, the number of steps done; None if there is none."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState, d2t: np.ndarray) -> None:
-        """Writes the state after `step` steps, unless it is there already."""
+        """Begins to write the state after `step` steps, unless it is there already; waits for the one before.
+
+        Raises:
+          UserError: this checkpoint, or the one before, could not be written.
+        """
         if step in self._manager.all_steps():
             return
         save, ocp = self._manager.save, self._ocp.args
         run = ocp.JsonSave({**self._run, "step": step})
-        save(step, args=ocp.Composite(state=ocp.StandardSave(_as_tree(state, d2t)), run=run))
+        with storage_errors(self.place, "written"):
+            save(step, args=ocp.Composite(state=ocp.StandardSave(_as_tree(state, d2t)), run=run))
 
     def run_of(self, step: int) -> dict[str, Any]:
         """What the checkpoint of `step` says of its run."""
         args = self._ocp.args
-        return self._manager.restore(step, args=args.Composite(run=args.JsonRestore()))["run"]
+        with self._reading(step):
+            return self._manager.restore(step, args=args.Composite(run=args.JsonRestore()))["run"]
 
     def restore(self, step: int, like: TrainState, d2t: np.ndarray) -> TrainState:
         """The state saved at `step`, laid out as `like`, on whatever mesh that is.
 
         Raises:
-          ResumeError: the checkpoint is of another recipe, other data or another vocabulary map.
+          ResumeError: the checkpoint is damaged, or of another recipe, other data or another vocabulary map.
         """
-        check_same_run(self.run_of(step), self._run, self._folder)
+        check_same_run(self.run_of(step), self._run, self.place)
         args = self._ocp.args
         abstract = jax.tree.map(_abstract, _as_tree(like, d2t))
-        tree = self._manager.restore(step, args=args.Composite(state=args.StandardRestore(abstract)))["state"]
+        with self._reading(step):
+            tree = self._manager.restore(step, args=args.Composite(state=args.StandardRestore(abstract)))["state"]
         if not np.array_equal(tree["d2t"], d2t):
-            raise ResumeError(f"{self._folder} holds a run with another draft vocabulary")
+            raise ResumeError(f"{self.place} holds a run with another draft vocabulary")
         return TrainState(tree["params"], tree["opt_state"])
 
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever the layers below make of files cut short or missing
+            before = [other for other in self._manager.all_steps() if other < step]
+            then = f"then training goes on from step {max(before)}" if before else "then training starts anew"
+            raise ResumeError(
+                f"the checkpoint {self.place}/{step} is damaged ({first_line(error)}); remove that folder, {then}"
+            ) from error
+
+    def wait(self) -> None:
+        """Returns when the last checkpoint is whole. Raises UserError if it could not be written."""
+        with storage_errors(self.place, "written"):
+            self._manager.wait_until_finished()
+
     def close(self) -> None:
-        self._manager.close()
+        """Waits, as `wait` does."""
+        with storage_errors(self.place, "written"):
+            self._manager.close()
 
 
 def _as_tree(state: TrainState, d2t: np.ndarray) -> dict[str, Any]:
@@ -114,3 +152,8 @@ def _as_tree(state: TrainState, d2t: np.ndarray) -> dict[str, Any]:
 
 def _abstract(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if isinstance(x, jax.Array) else x
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    """Orbax logs the traceback of an error in its threads several times, and then raises it."""
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from eagle3_jax.distributed import to_host
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.precision import matmul_precision
 from eagle3_jax.target import Target
@@ -120,7 +121,7 @@ def count_acceptance(
     """Walks every answer."""
     total = Acceptance(0, (0,) * num_drafts)
     for group, tokens, lengths in _batches(answers, batch_size):
-        found = np.asarray(matches(params, frozen, tokens, lengths))
+        found = to_host(matches(params, frozen, tokens, lengths))
         for answer, row in zip(group, found, strict=False):
             total += walk(row, answer.prompt_length, len(answer.tokens), num_drafts)
     return total

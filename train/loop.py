@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from train.data.batches import Batch, Batches, has_supervision
+from eagle3_jax.distributed import is_first, to_host
+from train.data.batches import Batch, Batches
+from train.interrupt import Agreement, interruptible
 from train.progress import Progress
 from train.step import Frozen, Metrics, Step, TrainState, put_batch
 
@@ -23,37 +21,10 @@ class TrainingError(RuntimeError):
     """Training cannot go on; the message names the step."""
 
 
-@dataclasses.dataclass
-class Interrupt:
-    """Set by a signal; the loop finishes its step, saves and leaves. A second Ctrl-C does not wait."""
-
-    signal: int | None = None
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal = number
-
-
-@contextmanager
-def interruptible() -> Iterator[Interrupt]:
-    """Catches SIGTERM and SIGINT for the time of the block (in the main thread; elsewhere signals are not ours)."""
-    flag, old = Interrupt(), {}
-    try:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            old[number] = signal.signal(number, flag)
-    except ValueError:
-        pass
-    try:
-        yield flag
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Runs `step` over batches. `save(done, state)` is called every `save_every` steps and at the end.
+    """Runs `step` over batches. `save(done, state)` is called every `save_every` steps and at the end,
+    `evaluate(done, state)` every `evaluate_every` steps (0: never) but the last.
 
     Metrics are read one step late, so that the host prepares the next batch while the device computes.
     """
@@ -67,6 +38,8 @@ class Loop:
     output: Path
     save_every: int
     mesh: Mesh | None = None
+    evaluate: Callable[[int, TrainState], Any] | None = None
+    evaluate_every: int = 0
 
     def run(self, state: TrainState, start: int, stop: int) -> tuple[TrainState, int, int | None]:
         """Steps start .. stop-1. Returns (state, steps done, the signal that ended it early or None).
@@ -76,25 +49,31 @@ class Loop:
         """
         pending: tuple[int, Batch, Metrics] | None = None
         done = start
+        told, agreement = None, Agreement()
         with interruptible() as interrupt:
-            while done < stop and interrupt.signal is None:
+            while done < stop and told is None:
                 batch = self._checked(done)
                 state, metrics = self.step(state, self.frozen, put_batch(batch, self.mesh))
+                told = agreement.ask(interrupt.signal)
                 self._settle(pending)
                 pending, done = (done, batch, metrics), done + 1
                 if done % self.save_every == 0:
                     self._settle(pending)
                     pending = None
                     self.save(done, state)
+                if self.evaluate and self.evaluate_every and done % self.evaluate_every == 0 and done < stop:
+                    self._settle(pending)
+                    pending = None
+                    self.evaluate(done, state)
             self._settle(pending)
             if done > start:
                 self.progress.report(done, float(self.rate(done - 1)))
                 self.save(done, state)
-        return state, done, interrupt.signal
+        return state, done, told
 
     def _checked(self, step: int) -> Batch:
         batch = self.batches[step]
-        if not any(has_supervision(row) for row in batch.mask):
+        if not batch.supervised:
             raise TrainingError(f"step {step}: no position of the batch is supervised")
         return batch
 
@@ -103,13 +82,17 @@ class Loop:
         if pending is None:
             return
         step, batch, metrics = pending
-        values: Metrics = jax.device_get(metrics)
+        values: Metrics = to_host(metrics)
         if not (np.isfinite(values.loss) and np.isfinite(values.grad_norm)):
             path = self.output / f"bad_batch_{step}.npz"
-            arrays: dict[str, Any] = {k: v for k, v in vars(batch).items() if isinstance(v, np.ndarray)}
-            np.savez(path, **arrays)
+            if is_first():
+                self._write_batch(path, step)
             raise TrainingError(
                 f"step {step}: loss {values.loss}, gradient norm {values.grad_norm}; the batch is in {path}; "
                 f"the last checkpoint is good; a lower learning rate may help"
             )
         self.progress.add(step, float(values.loss), values.sums, batch.num_tokens, float(self.rate(step)))
+
+    def _write_batch(self, path: Path, step: int) -> None:
+        arrays: dict[str, Any] = {k: v for k, v in vars(self.batches.whole(step)).items() if isinstance(v, np.ndarray)}
+        np.savez(path, **arrays)

@@ -132,9 +132,10 @@ class Recipe:
     step i, decay**i. loss, kl_scale, kl_decay, hidden_weight: see `train.objective`. batch_size: sequences of one step
     of the optimizer. accumulate: in how many parts they are computed, one after another; the gradient is the whole
     batch's. train_steps, or else epochs, says how long. dtype: of computation; the head's master weights are float32.
-    remat: compute each step of the drafter again in the backward pass, for memory. keep: checkpoints kept. log: where
-    the numbers of metrics.jsonl go too. peak_flops: of one device, for MFU, where `train.flops` does not know it.
-    export: write the head in SpecForge's format to OUTPUT/head at the end.
+    remat: compute each step of the drafter again in the backward pass, for memory. checkpoints: a folder that all hosts
+    see, or a bucket, as gs://bucket/run; by default OUTPUT/checkpoints. keep: how many stay. log: where the numbers of
+    metrics.jsonl go too. peak_flops: of one device, for MFU, where `train.flops` does not know it. export: write the
+    head in SpecForge's format to OUTPUT/head at the end.
     """
 
     target: str = ""
@@ -159,6 +160,7 @@ class Recipe:
     remat: bool = False
     seed: int = 0
     save_every: int = 1000
+    checkpoints: str | None = None
     keep: int = 2
     log_every: int = 20
     log: tuple[Log, ...] = ()
@@ -170,6 +172,7 @@ class Recipe:
         problems = [
             (not self.target, "target is missing: the folder or hub id of the model to draft for"),
             (not self.output, "output is missing: the folder of this run"),
+            ("://" in self.output, f"output={self.output} is no folder; of a bucket only checkpoints= can be"),
             (not self.data.files and not self.features, "data.files is missing: .jsonl, .json, .parquet or prepared"),
             (bool(self.data.files and self.features), "data.files and features are both given: give one"),
             (bool(self.evaluate.files and self.features), "evaluate.files needs the target, which features do without"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -20,6 +22,7 @@ from eagle3_jax.checkpoint import load_target, save_specforge
 from eagle3_jax.checkpoint.hf import read_config
 from eagle3_jax.checkpoint.source import read_json, resolve
 from eagle3_jax.config import TargetConfig
+from eagle3_jax.distributed import check_all_take_part, is_first, to_host
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.errors import UserError
 from eagle3_jax.precision import parse_dtype
@@ -38,12 +41,14 @@ from train.data.stored import check_head, load_ends, open_stored, stored_rows
 from train.data.vocab import count_supervised, coverage
 from train.evaluate import Answer, answers_of, count_acceptance, make_matches
 from train.head import check_exportable, draft_config, draft_vocab, existing_head, new_head
-from train.loop import Loop
+from train.layout import optimizer_shardings
+from train.loop import Loop, TrainingError
 from train.objective import Objective
 from train.optim import learning_rate, make_optimizer
 from train.progress import Progress
 from train.recipe import Recipe, RecipeError, flatten, to_yaml
-from train.step import Frozen, Model, TrainState, make_model, make_step
+from train.rows import own_rows
+from train.step import Frozen, Model, TrainState, batch_sharding, make_model, make_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +153,9 @@ def _renderer(recipe: Recipe, folder: Path) -> ChatRenderer | None:
 
 def _mesh(recipe: Recipe) -> Mesh | None:
     axes = dataclasses.asdict(recipe.mesh)
-    return make_mesh(**axes) if max(axes.values()) > 1 else None
+    mesh = make_mesh(**axes) if max(axes.values()) > 1 else None
+    check_all_take_part(mesh, "mesh")
+    return mesh
 
 
 def _head(recipe: Recipe, data: Data, target: Target, mesh: Mesh | None) -> tuple[Eagle3, tuple[str, ...]]:
@@ -173,7 +180,8 @@ class _Run:
         self.optimizer = make_optimizer(recipe.optimizer, self.num_steps)
         self.model, params, self.frozen = self._model(target)
         self.num_parameters = sum(x.size for x in params.values())
-        self.state = TrainState(params, jax.jit(self.optimizer.init)(params))
+        where = None if mesh is None else optimizer_shardings(self.optimizer, params, mesh)
+        self.state = TrainState(params, jax.jit(self.optimizer.init, out_shardings=where)(params))
         if recipe.export:
             check_exportable(head.config)
 
@@ -188,24 +196,29 @@ class _Run:
     def go(self, *, quiet: bool) -> int:
         """Restores, trains, exports. Returns 0, or 128 + the signal that ended it early."""
         described = describe_run(self.recipe, self.num_steps, self.data.rows, self.head.config)
-        checkpoints = Checkpoints(self.output, self.recipe.keep, described)
+        checkpoints = Checkpoints(self.output, self.recipe.keep, described, self.recipe.checkpoints)
         start = checkpoints.latest() or 0
         if start:
             self.state = checkpoints.restore(start, self.state, self.d2t)
-        (self.output / "recipe.yaml").write_text(to_yaml(self.recipe), encoding="utf-8")
-        progress = Progress(
-            self.output / "metrics.jsonl", start=start, total=self.num_steps, every=self.recipe.log_every, quiet=quiet
-        )
+        if is_first():
+            (self.output / "recipe.yaml").write_text(to_yaml(self.recipe), encoding="utf-8")
         begun = time.monotonic()
         try:
-            state, done, signal = self._loop(checkpoints, progress).run(self.state, start, self.num_steps)
-        finally:
-            progress.close()
+            with self._progress(start, quiet) as progress:
+                state, done, signal = self._loop(checkpoints, progress).run(self.state, start, self.num_steps)
+        except TrainingError:
             checkpoints.close()
+            raise
+        checkpoints.close()
         if signal is not None and done < self.num_steps:
             return 128 + signal
         self._finish(state, time.monotonic() - begun, done - start)
         return 0
+
+    def _progress(self, start: int, quiet: bool) -> contextlib.closing[Progress]:
+        path = self.output / "metrics.jsonl" if is_first() else Path(os.devnull)
+        every = self.recipe.log_every
+        return contextlib.closing(Progress(path, start=start, total=self.num_steps, every=every, quiet=quiet))
 
     def _loop(self, checkpoints: Checkpoints, progress: Progress) -> Loop:
         r = self.recipe
@@ -214,6 +227,7 @@ class _Run:
             batch_size=r.batch_size,
             seed=r.seed,
             buckets=bucket_lengths(r.data.max_length, r.data.buckets),
+            part=own_rows(r.batch_size, batch_sharding(self.mesh)) if self.mesh and jax.process_count() > 1 else None,
         )
         return Loop(
             step=make_step(self.model, self.optimizer), frozen=self.frozen, batches=batches,
@@ -223,13 +237,15 @@ class _Run:
         )  # fmt: skip
 
     def _finish(self, state: TrainState, seconds: float, steps: int) -> None:
-        summary = self._summary(seconds, steps)
         if self.recipe.export:
-            head = self.model.draft.merge(state.params, self.frozen.fixed, jnp.float32)
-            save_specforge(head, self.head.config, self.output / "head", dtype=parse_dtype(self.recipe.dtype))
-        if self.answers:
-            summary["evaluation"] = self._evaluate(state)
-        (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+            params = to_host(state.params) if jax.process_count() > 1 else state.params
+            if is_first():
+                head = self.model.draft.merge(params, to_host(self.frozen.fixed), jnp.float32)
+                save_specforge(head, self.head.config, self.output / "head", dtype=parse_dtype(self.recipe.dtype))
+        evaluation = {"evaluation": self._evaluate(state)} if self.answers else {}
+        if is_first():
+            summary = {**self._summary(seconds, steps), **evaluation}
+            (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
     def _evaluate(self, state: TrainState) -> dict[str, Any]:
         """Predicted acceptance on the held-out files."""

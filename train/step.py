@@ -24,6 +24,7 @@ from train.features import Features, target_features
 from train.loss import StepSums, step_sums, total_loss
 from train.objective import KL, Objective
 from train.params import DraftGraph, Params, split_drafter
+from train.rows import spread_rows
 from train.ttt import unroll
 
 
@@ -154,9 +155,17 @@ def _replicate(tree: Any, mesh: Mesh) -> Any:
 
 
 def put_batch(batch: Batch, mesh: Mesh | None) -> Inputs:
-    """Onto the device, or spread over the mesh's batch axis."""
-    place = None if mesh is None else NamedSharding(mesh, PartitionSpec(MESH_AXES["batch"]))
-    return Inputs(*jax.device_put((batch.tokens, batch.mask, batch.segment_ids, batch.features), place))
+    """Onto the device, or spread over the mesh's batch axis; of a part of a batch, onto the devices that it is for."""
+    place = None if mesh is None else batch_sharding(mesh)
+    arrays = (batch.tokens, batch.mask, batch.segment_ids, batch.features)
+    if batch.part is None or place is None:
+        return Inputs(*jax.device_put(arrays, place))
+    return Inputs(*jax.tree.map(lambda x: spread_rows(x, batch.part, batch.num_rows, place), arrays))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of arrays [B, ...]."""
+    return NamedSharding(mesh, PartitionSpec(MESH_AXES["batch"]))
 
 
 def _norm(tree: Any) -> Array:

@@ -142,26 +142,37 @@ def bucket_lengths(max_length: int, chosen: Sequence[int] | None = None) -> tupl
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """tokens [B, T] int32, mask [B, T] bool and, of packed rows, segment_ids [B, T] int32, right-padded with zeros to a
-    bucket's length. features: in offline mode, the target's, see `train.features.Features`."""
+    bucket's length. features: in offline mode, the target's, see `train.features.Features`.
+
+    part: where several hosts share a batch, which of its rows are in these arrays. num_tokens, num_rows and supervised
+    (whether any position is trained on) are the whole batch's.
+    """
 
     tokens: np.ndarray
     mask: np.ndarray
     num_tokens: int
     segment_ids: np.ndarray | None = None
     features: Any = None
+    num_rows: int = 0
+    supervised: bool = True
+    part: tuple[int, ...] | None = None
 
 
-def pad_rows(rows: Sequence[Row], buckets: Sequence[int]) -> Batch:
-    """Pads to the smallest bucket that holds the longest row."""
+def pad_rows(rows: Sequence[Row], buckets: Sequence[int], part: tuple[int, ...] | None = None) -> Batch:
+    """Pads to the smallest bucket that holds the longest row; only the rows of `part`, if that is given, are copied."""
     longest = max(len(row.tokens) for row in rows)
     length = next(b for b in buckets if b >= longest)
-    segments = [row.segment_ids for row in rows if row.segment_ids is not None]
+    here = rows if part is None else [rows[i] for i in part]
+    segments = [row.segment_ids for row in here if row.segment_ids is not None]
     return Batch(
-        _padded([row.tokens for row in rows], length),
-        _padded([row.mask for row in rows], length),
+        _padded([row.tokens for row in here], length),
+        _padded([row.mask for row in here], length),
         sum(len(row.tokens) for row in rows),
         _padded(segments, length) if segments else None,
-        _features(rows, length),
+        _features(here, length),
+        num_rows=len(rows),
+        supervised=any(has_supervision(row.mask) for row in rows),
+        part=part,
     )
 
 
@@ -179,19 +190,27 @@ def _padded(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
 
 
 class Batches:
-    """Endless shuffled batches, by step: `batches[step]`. Every epoch is shuffled anew."""
+    """Endless shuffled batches, by step: `batches[step]`. Every epoch is shuffled anew.
 
-    def __init__(self, rows: Sequence[Row], *, batch_size: int, seed: int, buckets: Sequence[int]) -> None:
+    part: the rows of each batch that this host copies; all hosts see the same batches.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], *, batch_size: int, seed: int, buckets: Sequence[int],
+        part: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
         import grain
 
-        def collate(group: Sequence[Row]) -> Batch:
-            return pad_rows(group, buckets)
-
+        self._buckets, self._part = buckets, part
         source = grain.MapDataset.source(list(rows)).seed(seed).shuffle().repeat()
-        self._dataset = source.batch(batch_size, batch_fn=collate)
+        self._dataset = source.batch(batch_size, batch_fn=list)
 
     def __getitem__(self, step: int) -> Batch:
-        return self._dataset[step]
+        return pad_rows(self._dataset[step], self._buckets, self._part)
+
+    def whole(self, step: int) -> Batch:
+        """With all rows."""
+        return pad_rows(self._dataset[step], self._buckets)
 
 
 def ordered_batches(rows: Sequence[Row], *, batch_size: int, buckets: Sequence[int]) -> Iterator[Batch]:

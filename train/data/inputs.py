@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from eagle3_jax.checkpoint.source import read_json, resolve
+from train.places import is_address
 from train.recipe import Recipe, RecipeError
 
 
 def check_inputs(recipe: Recipe) -> None:
-    """Looks at files, the head to go on from and the output folder, which is made.
+    """Looks at files, the head to go on from and the folders that are written, which are made.
 
     Raises:
       RecipeError: naming every key whose file or folder cannot be used.
@@ -25,18 +26,20 @@ def check_inputs(recipe: Recipe) -> None:
     if recipe.draft.init_from is not None:
         folder = resolve(recipe.draft.init_from)
         read_json(folder, "config.json", required=True)
-    check_writable(Path(recipe.output))
+    check_writable(Path(recipe.output), "output")
+    if recipe.checkpoints is not None and not is_address(recipe.checkpoints):
+        check_writable(Path(recipe.checkpoints), "checkpoints")
 
 
 def _missing(key: str, files: Iterable[str]) -> Iterable[str]:
     return (f"{key}: {file}: no such file" for file in files if not Path(file).exists())
 
 
-def check_writable(output: Path) -> None:
+def check_writable(folder: Path, key: str) -> None:
     """Makes the folder and writes to it."""
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise RecipeError(f"output={output} cannot be written: {error.strerror or error}") from error
+        raise RecipeError(f"{key}={folder} cannot be written: {error.strerror or error}") from error
