@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from pallas_kernels.attention import tpu as attention
 from pallas_kernels.gated_delta import Pending
 from pallas_kernels.gated_delta import tpu as gated_delta
 from pallas_kernels.verification import Sampling
@@ -73,9 +74,19 @@ def verification(shape: Shape, batch: int, window: int) -> Case:
     return Case(verification_tpu.verify, (logits, drafts, keys, sampling), (), verification_tpu)
 
 
+def paged_attention(shape: Shape, batch: int, tokens: int, length: int = 8192, page_size: int = 64) -> Case:
+    """`batch` sequences with room for `length` tokens, in bfloat16 as they are served."""
+    pages = length // page_size
+    pool = _abstract(shape.kv_heads, batch * pages, page_size, shape.width, dtype=jnp.bfloat16)
+    q = _abstract(batch, tokens, shape.heads, shape.width, dtype=jnp.bfloat16)
+    table, positions = (_abstract(batch, n, dtype=jnp.int32) for n in (pages, tokens))
+    return Case(attention.paged_attention, (q, pool, pool, table, positions), (), attention)
+
+
 KERNELS: dict[str, Callable[[Shape, int, int], Case]] = {
     "gated_delta.step": delta_step,
     "verification.verify": verification,
+    "attention.paged_attention": paged_attention,
 }
 
 

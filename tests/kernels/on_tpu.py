@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,3 +19,11 @@ def interpreted(kernel: Callable[..., Any], *args: Any, **options: Any) -> Any:
     assert races is not None, "races were not looked for"
     assert not races.races_found, "the kernel races with itself: see the output above"
     return result
+
+
+def copies(compiled: Any, array: Any) -> list[str]:
+    """Instructions of a compiled program that copy an array of this shape, to whatever memory."""
+    shape = ",".join(map(str, array.shape))
+    return [
+        line.strip()[:200] for line in compiled.as_text().splitlines() if re.search(rf"\[{shape}\]\S* copy\(", line)
+    ]

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.tpu_kernels import CHIPS, MODELS, compile_for, delta_step
 from pallas_kernels.gated_delta import Pending, reference, step, tpu
 from tests.helpers import assert_close
-from tests.kernels.on_tpu import interpreted
+from tests.kernels.on_tpu import copies, interpreted
 
 WIDTH = 128
 
@@ -86,7 +86,8 @@ def test_what_it_cannot_do(change: Any, reason: str) -> None:
 @pytest.mark.parametrize(("model", "window"), [("Qwen3.5-9B", 4), ("Qwen3.5-27B", 4), ("Qwen3.5-27B", 16)])
 def test_compiles_with_the_state_in_place(chip: str, model: str, window: int) -> None:
     case = delta_step(MODELS[model], 8, window)
-    memory = compile_for(case, chip).memory_analysis()
-    state = case.args[0].size * 4
+    compiled = compile_for(case, chip)
+    assert not copies(compiled, case.args[0])
+    memory, state = compiled.memory_analysis(), case.args[0].size * 4
     assert memory.alias_size_in_bytes >= state
     assert memory.temp_size_in_bytes < state // 4, "a copy of the state"
