@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from eagle3_jax.distributed import is_first
 from eagle3_jax.errors import UserError
 from infer.bench import Acceptance, Agreement, TimedRun, encode, timed_run
 from infer.bench_data import read_conversations
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     for line in report.lines(synthetic=llm.speculation.rejection_sample_method == "synthetic"):
         print(line)
     figures = {**_setting(args, llm, raw, len(prompts)), **report.figures()}
-    if args.json is not None:
+    if args.json is not None and is_first():
         args.json.write_text(json.dumps({**figures, "answers": report.answers()}, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(figures))
     return 0

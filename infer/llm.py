@@ -16,6 +16,7 @@ from eagle3_jax.checkpoint.formats import read_head
 from eagle3_jax.checkpoint.hf import read_config
 from eagle3_jax.checkpoint.source import read_json, resolve
 from eagle3_jax.config import TargetConfig
+from eagle3_jax.distributed import check_all_take_part
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.errors import UserError
 from eagle3_jax.sharding import make_mesh
@@ -354,7 +355,9 @@ class LLM:
 
 
 def _mesh(options: Options) -> Mesh | None:
-    return make_mesh(tensor=options.tensor_parallel_size) if options.tensor_parallel_size > 1 else None
+    mesh = make_mesh(tensor=options.tensor_parallel_size) if options.tensor_parallel_size > 1 else None
+    check_all_take_part(mesh, "tensor_parallel_size")
+    return mesh
 
 
 def _dtype_of(target: Target) -> Any:

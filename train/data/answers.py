@@ -8,16 +8,42 @@ whole ones say what is done. FILE.settings.json, written first, says with what s
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
+from eagle3_jax.distributed import is_first
 from eagle3_jax.errors import UserError
 from train.data.shards import check_settings, disk_errors, write_json
+
+
+class Answers(Protocol):
+    """Where answers go. keys: those of the rows that are there, in order."""
+
+    path: Path
+    keys: list[str]
+
+    def append(self, row: Mapping[str, Any]) -> None: ...
+
+
+class Elsewhere:
+    """The file for other processes than the first, which answer with it and write nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.keys = path, list[str]()
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        pass
+
+
+def open_answers(path: Path, settings: Mapping[str, Any]) -> contextlib.AbstractContextManager[Answers]:
+    """The file in the first process of a run. Raises as `AnswerFile` does."""
+    return AnswerFile(path, settings) if is_first() else contextlib.nullcontext(Elsewhere(path))
 
 
 class AnswerFile:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from eagle3_jax.checkpoint import load_target
 from eagle3_jax.checkpoint.hf import read_config
 from eagle3_jax.checkpoint.source import read_json, resolve
 from eagle3_jax.config import TargetConfig, check_aux_layers, default_aux_layers
+from eagle3_jax.distributed import check_all_take_part, from_first, is_first, to_host
 from eagle3_jax.errors import ConfigError, UserError
 from eagle3_jax.precision import join, matmul_precision, parse_dtype, split
 from eagle3_jax.sharding import make_mesh
@@ -33,7 +34,16 @@ from eagle3_jax.target import Target
 from train.data.batches import bucket_lengths, ordered_batches
 from train.data.checksums import model_checksum
 from train.data.conversations import Row
-from train.data.shards import FEATURES, ShardFolder, ShardWriter, open_folder, read_rows, row_counts, row_tensors
+from train.data.shards import (
+    FEATURES,
+    NoWriter,
+    ShardFolder,
+    ShardWriter,
+    open_folder,
+    read_rows,
+    row_counts,
+    row_tensors,
+)
 from train.features import Features, target_features
 
 Extract = Callable[[np.ndarray], Features]
@@ -68,9 +78,10 @@ def run(args: argparse.Namespace) -> int:
     print(f"{rows.num_tokens:,} tokens x {a_token:,} bytes = {_size(need)}; {_size(_free(args.output))} are free")
     if args.estimate:
         return 0
-    writer = ShardWriter(args.output, _settings(args, rows, folder, layers))
+    writer = open_writer(args.output, _settings(args, rows, folder, layers))
     if not writer.complete:
-        check_room(args.output, need - sum(shard["tokens"] for shard in writer.shards) * a_token)
+        if is_first():
+            check_room(args.output, need - sum(shard["tokens"] for shard in writer.shards) * a_token)
         extract = make_extract(_load(args, folder), layers)
         write_features(rows, extract, writer, args.batch_size, max(args.shard_bytes // a_token, 1), quiet=args.quiet)
     print(f"{args.output}: complete, {len(writer.shards)} files")
@@ -86,9 +97,18 @@ def _settings(args: argparse.Namespace, rows: ShardFolder, folder: Path, layers:
     }  # fmt: skip
 
 
+def open_writer(output: Path, settings: Mapping[str, Any]) -> ShardWriter:
+    """The writer, in the first process of a run; in others one that goes on from the same row. Raises ShardError."""
+    writer = ShardWriter(output, settings) if is_first() else None
+    mine = (0, 0) if writer is None else (writer.complete, writer.state.get("rows", 0))
+    complete, done = from_first(np.array(mine, np.int32)).tolist()
+    return writer or NoWriter(output, settings, bool(complete), {"rows": done})
+
+
 def _load(args: argparse.Namespace, folder: Path) -> Target:
     size = args.tensor_parallel_size
     mesh = make_mesh(tensor=size) if size > 1 else None
+    check_all_take_part(mesh, "--tensor-parallel-size")
     return load_target(folder, dtype=parse_dtype(args.dtype), mesh=mesh).model
 
 
@@ -136,7 +156,7 @@ def make_extract(target: Target, layers: Sequence[int]) -> Extract:
             return target_features(join(graph, tree, leaves), tokens, layers, log_sum=True)
 
     def extract(tokens: np.ndarray) -> Features:
-        found = jax.device_get(compute(leaves, tokens))
+        found = to_host(compute(leaves, tokens))
         if len(found.aux) != len(layers):
             raise RuntimeError(f"the target gave {len(found.aux)} aux states, {len(layers)} were asked for")
         return found

@@ -20,8 +20,9 @@ import numpy as np
 from tqdm import tqdm
 
 from eagle3_jax.checkpoint.source import resolve
+from eagle3_jax.distributed import from_first
 from eagle3_jax.errors import UserError
-from train.data.answers import AnswerFile
+from train.data.answers import Answers, open_answers
 from train.data.checksums import model_checksum
 from train.data.conversations import BadRow, Conversation, parse_prompt
 from train.data.mask import ChatRenderer
@@ -81,13 +82,13 @@ def run(args: argparse.Namespace) -> int:
         folder, tokenizer=args.tokenizer, template_kwargs=parse_template_kwargs(args.template_kwargs)
     )
     prompts = read_prompts(args.prompts, renderer, args.limit)
-    with AnswerFile(args.output, _settings(args, folder)) as file:
+    with open_answers(args.output, _settings(args, folder)) as file:
         llm = _engine(args, folder)
         fitting = [(i, p) for i, p in prompts if len(p) + args.max_tokens <= llm.max_model_len]
         jobs = plan(fitting, args.passes, _part(args.part))
         if left_out := len(prompts) - len(fitting):
             print(f"{left_out} prompts left out: with --max-tokens {args.max_tokens} longer than {llm.max_model_len}")
-        missing = remaining(jobs, file)
+        missing = agreed(jobs, remaining(jobs, file))
         print(f"{len(jobs)} answers to {len(fitting)} prompts; {len(jobs) - len(missing)} are there already")
         print(answer_all(llm, missing, file, args))
     return 0
@@ -172,7 +173,7 @@ def _part(text: str) -> tuple[int, int]:
     return int(first), int(count)
 
 
-def remaining(jobs: Sequence[Job], file: AnswerFile) -> list[Job]:
+def remaining(jobs: Sequence[Job], file: Answers) -> list[Job]:
     """The jobs whose answers are not in `file`.
 
     Raises:
@@ -187,10 +188,17 @@ def remaining(jobs: Sequence[Job], file: AnswerFile) -> list[Job]:
     return [job for job in jobs if job.place not in places]
 
 
+def agreed(jobs: Sequence[Job], missing: Sequence[Job]) -> list[Job]:
+    """What is missing according to the first process, which alone has the file."""
+    places = {job.place for job in missing}
+    chosen = from_first(np.array([job.place in places for job in jobs], np.int32))
+    return [job for job, wanted in zip(jobs, chosen.tolist(), strict=True) if wanted]
+
+
 # ----------------------------------------------------------------------------------------------------- answers
 
 
-def answer_all(llm: LLM, jobs: Sequence[Job], file: AnswerFile, args: argparse.Namespace) -> str:
+def answer_all(llm: LLM, jobs: Sequence[Job], file: Answers, args: argparse.Namespace) -> str:
     """Writes each answer as soon as it has ended; returns the figures."""
     started, num_tokens, reasons = time.perf_counter(), 0, Counter[str]()
     with tqdm(total=len(jobs), desc="answers", unit="", disable=args.quiet, dynamic_ncols=True) as bar:

@@ -87,6 +87,20 @@ class ShardWriter:
             write_json(self.folder / name, table)
 
 
+class NoWriter(ShardWriter):
+    """For other processes than the first: it knows how far the first one's folder goes, and writes nothing."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], complete: bool, state: Mapping[str, Any]) -> None:
+        self.folder, self.settings = folder, dict(settings)
+        self.shards, self.state, self.complete = [], dict(state), complete
+
+    def write(self, tensors: Mapping[str, np.ndarray], counts: Mapping[str, int], state: Mapping[str, Any]) -> None:
+        pass
+
+    def finish(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
 def _outgoing(array: np.ndarray) -> Outgoing:
     return Outgoing(array.dtype, array.shape, lambda: array)
 
