@@ -117,6 +117,16 @@ class Engine:
         """Whether any request waits or runs."""
         return bool(self._waiting) or any(slot is not None for slot in self._slots)
 
+    def replace_drafter(self, drafter: Eagle3) -> None:
+        """Other weights for the head; sequences that run go on with them, and nothing is compiled again.
+
+        Raises:
+          ConfigError: a head of another config, or an engine without one.
+        """
+        if drafter.config != self._draft_config:
+            raise ConfigError(f"a head of {drafter.config} cannot take the place of one of {self._draft_config}")
+        self._leaves = (self._leaves[0], split(drafter)[1])
+
     def submit(
         self, request_id: Any, token_ids: Sequence[int], sampling: SamplingState, max_tokens: int | None
     ) -> None:

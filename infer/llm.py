@@ -111,16 +111,20 @@ class LLM:
         tokenizer: Any = None,
         stop_ids: Sequence[int] = (),
         generation_config: Mapping[str, Any] | None = None,
+        mesh: Mesh | None = None,
         **keywords: Any,
     ) -> LLM:
-        """An LLM over models that are in memory already; other keywords as for `LLM`. Weights are shared."""
+        """An LLM over models that are in memory already; other keywords as for `LLM`. Weights are shared.
+
+        mesh: on which they lie, if it is not that of tensor_parallel_size.
+        """
         llm = cls.__new__(cls)
         options = check_options(keywords)
         if drafter is None and options.speculative_config is not None:
             raise UserError("speculative_config: no drafter was given")
         here = Path("the drafter that was given")
         drafting = check_speculative_config(options.speculative_config, default_model=here if drafter else None)
-        llm._start(target, drafter, drafting, options, _mesh(options))
+        llm._start(target, drafter, drafting, options, _mesh(options) if mesh is None else mesh)
         llm._describe(tokenizer, stop_ids, generation_config or {})
         return llm
 
@@ -150,6 +154,11 @@ class LLM:
             if self._generation_config.get(name) not in (None, neutral):
                 value = self._generation_config[name]
                 logger.warning("generation_config.json recommends %s=%s, which is not supported here", name, value)
+
+    def replace_drafter(self, drafter: Eagle3) -> None:
+        """Goes on with other weights of the same head, as training makes them. Raises ConfigError for another head."""
+        self._engine.replace_drafter(drafter)
+        self.drafter = drafter
 
     @property
     def num_speculative_tokens(self) -> int:

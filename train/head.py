@@ -11,6 +11,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from eagle3_jax.checkpoint import load_drafter
+from eagle3_jax.checkpoint.formats import read_head
 from eagle3_jax.checkpoint.specforge import inexpressible
 from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig, check_aux_layers, default_aux_layers
 from eagle3_jax.drafters.eagle3 import Eagle3
@@ -51,6 +52,17 @@ def draft_config(recipe: DraftRecipe, target: TargetConfig) -> DraftConfig:
         fc_norm=recipe.fc_norm,
         norm_output=recipe.norm_output,
     )
+
+
+def planned_config(recipe: DraftRecipe, target: TargetConfig) -> DraftConfig:
+    """What the head will be, from configs alone: of the head to go on from, or of a new one.
+
+    Raises:
+      CheckpointError, ConfigError: it does not fit the target.
+    """
+    if recipe.init_from is not None:
+        return read_head(recipe.init_from, target).config
+    return draft_config(recipe, target)
 
 
 def _draft_vocab_size(recipe: DraftRecipe, vocab_size: int) -> int:

@@ -91,7 +91,9 @@ class Loop:
                 f"step {step}: loss {values.loss}, gradient norm {values.grad_norm}; the batch is in {path}; "
                 f"the last checkpoint is good; a lower learning rate may help"
             )
-        self.progress.add(step, float(values.loss), values.sums, batch.num_tokens, float(self.rate(step)))
+        self.progress.add(
+            step, float(values.loss), float(values.grad_norm), values.sums, batch.num_tokens, float(self.rate(step))
+        )
 
     def _write_batch(self, path: Path, step: int) -> None:
         arrays: dict[str, Any] = {k: v for k, v in vars(self.batches.whole(step)).items() if isinstance(v, np.ndarray)}

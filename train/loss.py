@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from eagle3_jax.segments import segment_positions
-from train.objective import KL, Objective, divergence, log_acceptance, step_means
+from train.divergences import kl_divergence, log_acceptance
+from train.objective import KL, Objective, smooth_l1, step_means
 from train.ttt import shift_left, shift_right
 
 _CHUNK_ELEMENTS = 2**27
@@ -29,7 +30,8 @@ class StepSums:
 
     loss: divergence, or -log acceptance, over the counted positions. counted: supervised, and the target's choice can
     be drafted. supervised: see `supervised_run`. hits: supervised positions where the drafter guesses the target's
-    choice. accepted: chances of acceptance over the counted positions, if the objective needs them.
+    choice. accepted: chances of acceptance over the counted positions, if the objective needs them. distance: of hidden
+    states over the supervised positions, if the objective weighs it.
     """
 
     loss: Array
@@ -37,6 +39,7 @@ class StepSums:
     supervised: Array
     hits: Array
     accepted: Array | None = None
+    distance: Array | None = None
 
 
 def supervised_run(mask: Array, segment_ids: Array | None = None) -> Array:
@@ -84,6 +87,7 @@ def step_sums(
     segment_ids: Array | None = None,
     objective: Objective = KL,
     teacher_log_sum: Array | None = None,
+    normed: Callable[[Array], Array] | None = None,
     chunk: int | None = None,
 ) -> StepSums:
     """Compares the drafter's guesses with the teacher.
@@ -98,6 +102,7 @@ def step_sums(
       segment_ids: [B, T] of packed rows.
       teacher_log_sum: [B, T], log-sum-exp of the teacher's logits over the whole vocabulary, if the objective needs
         acceptance.
+      normed: the drafter's final norm, [..., D] -> [..., Dt], if the objective weighs hidden states.
     """
     steps, batch, length, _ = outputs.shape
     chunk = chunk or chunk_size(length, (steps + 1) * batch, teacher_kernel.shape[1])
@@ -106,7 +111,12 @@ def step_sums(
 
     def compare(hidden: Array, teacher: Array, choice: Array, run: Array, log_sum: Array | None = None) -> StepSums:
         logits = jnp.matmul(teacher, teacher_kernel, preferred_element_type=jnp.float32)
-        return _sum_steps(draft_logits(hidden), logits, log_sum, choice, run, objective)
+        sums = _sum_steps(draft_logits(hidden), logits, log_sum, choice, run, objective)
+        if not objective.hidden_weight or normed is None:
+            return sums
+        supervised, _ = _positions(run, choice, steps)
+        far = jnp.where(supervised, smooth_l1(normed(hidden), teacher[None]), 0.0)
+        return dataclasses.replace(sums, distance=jnp.sum(far, axis=(1, 2)))
 
     arrays = [(aligned, 2), (teacher_hidden, 1), (teacher_choice, 1), (run, 1)]
     if objective.needs_acceptance:
@@ -118,20 +128,35 @@ def step_sums(
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
 
+def _positions(run: Array, choice: Array, num_steps: int) -> tuple[Array, Array]:
+    """(supervised, counted), bool [n, B, C], from runs shifted to the teacher's position and its choices [B, C]."""
+    supervised = run[None] >= jnp.arange(2, 2 + num_steps)[:, None, None]
+    return supervised, supervised & (choice >= 0)[None]
+
+
+def step_counts(
+    choice: Array, mask: Array, num_steps: int, segment_ids: Array | None = None, *, objective: Objective = KL
+) -> StepSums:
+    """The sums as far as they are known before the drafter has run; see `step_sums` for the arguments."""
+    places = _positions(shift_left(supervised_run(mask, segment_ids), 1), choice, num_steps)
+    supervised, counted = (jnp.sum(x, axis=(1, 2), dtype=jnp.float32) for x in places)
+    none = jnp.zeros_like(counted)
+    accepted = none if objective.needs_acceptance else None
+    return StepSums(none, counted, supervised, none, accepted, none if objective.hidden_weight else None)
+
+
 def _sum_steps(
     logits: Array, teacher: Array, log_sum: Array | None, choice: Array, run: Array, objective: Objective
 ) -> StepSums:
     """logits [n, B, C, U], the teacher's [B, C, U], log_sum, choice and run [B, C]."""
-    needed = jnp.arange(2, 2 + len(logits))[:, None, None]
-    supervised = run[None] >= needed
-    counted = supervised & (choice >= 0)[None]
-    hits = counted & (jnp.argmax(logits, axis=-1) == choice[None])
-    log_draft = jax.nn.log_softmax(logits)
-    accepted = None if log_sum is None else log_acceptance((teacher - log_sum[..., None])[None], log_draft)
+    supervised, counted = _positions(run, choice, len(logits))
+    at_choice = jnp.take_along_axis(logits, jnp.maximum(choice, 0)[None, ..., None], axis=-1)[..., 0]
+    hits = counted & (at_choice == jnp.max(logits, axis=-1))
+    accepted = None if log_sum is None else log_acceptance(teacher - log_sum[..., None], logits)
     if objective.kind == "lk_alpha" and accepted is not None:
         loss = -accepted
     else:
-        loss = divergence(jax.nn.log_softmax(teacher)[None], log_draft)
+        loss = kl_divergence(teacher, logits)
     # `where` and not a product: a padded place may hold anything, and 0 * nan is nan.
     chance = None if accepted is None else jnp.where(counted, jnp.exp(accepted), 0.0)
     parts = StepSums(jnp.where(counted, loss, 0.0), counted, supervised, hits, chance)
@@ -139,6 +164,9 @@ def _sum_steps(
 
 
 def total_loss(sums: StepSums, decay: float, objective: Objective = KL) -> Array:
-    """The steps' means, each over its counted positions, weighted decay**i."""
+    """The steps' means, each over its counted positions, weighted decay**i; distances over the supervised ones."""
     weights = decay ** jnp.arange(len(sums.loss), dtype=jnp.float32)
-    return jnp.sum(weights * step_means(objective, sums.loss, sums.accepted, sums.counted))
+    means = step_means(objective, sums.loss, sums.accepted, sums.counted)
+    if sums.distance is not None:
+        means = means + objective.hidden_weight * sums.distance / jnp.maximum(sums.supervised, 1)
+    return jnp.sum(weights * means)

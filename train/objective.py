@@ -9,6 +9,12 @@ whose definitions and defaults these are (specforge/core/lk_loss.py).
     lk_lambda   w KL + (1 - w) (1 - a),  w = kl_scale exp(-kl_decay a), held constant: KL first, acceptance as it grows
 
 In lk_lambda KL and a are a step's means over its counted positions; the others are means of what they are at each.
+
+`hidden_weight` adds EAGLE-1's regression. There the drafter's output was the next position's feature, compared with the
+target's by smooth L1 (its mean over the width). In EAGLE-3 the output stands for two things at once: fed back, for the
+fused features, which are trained themselves and so no fixed aim; and, after the final norm, for the target's last
+hidden state after its own, the one that enters an output projection with the same rows. The regression is to that one,
+at every step and supervised position. It needs no state that is not there anyway, offline too.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ class Objective:
     kind: Kind = "kl"
     kl_scale: float = 1.0
     kl_decay: float = 1.0
+    hidden_weight: float = 0.0
 
     @property
     def needs_acceptance(self) -> bool:
@@ -39,14 +46,10 @@ class Objective:
 KL = Objective()
 
 
-def divergence(log_teacher: Array, log_draft: Array) -> Array:
-    """Forward Kullback-Leibler divergence [...] of log probabilities [..., U]."""
-    return jnp.sum(jnp.exp(log_teacher) * (log_teacher - log_draft), axis=-1)
-
-
-def log_acceptance(log_target: Array, log_draft: Array) -> Array:
-    """log sum min(p, q) [...]: in logarithms, since at the start of training it may be tiny."""
-    return jax.nn.logsumexp(jnp.minimum(log_target, log_draft), axis=-1)
+def smooth_l1(found: Array, wanted: Array) -> Array:
+    """Mean over the width [...] of d**2 / 2 where |d| < 1 and |d| - 1/2 elsewhere, d = found - wanted, in float32."""
+    far = jnp.abs(found.astype(jnp.float32) - wanted.astype(jnp.float32))
+    return jnp.mean(jnp.where(far < 1, far**2 / 2, far - 0.5), axis=-1)
 
 
 def step_means(objective: Objective, loss: Array, accepted: Array | None, counted: Array) -> Array:

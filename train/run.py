@@ -21,6 +21,7 @@ from tqdm import tqdm
 from eagle3_jax.checkpoint import load_target, save_specforge
 from eagle3_jax.checkpoint.hf import read_config
 from eagle3_jax.checkpoint.source import read_json, resolve
+from eagle3_jax.checkpoint.stop_ids import stop_ids
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.distributed import check_all_take_part, is_first, to_host
 from eagle3_jax.drafters.eagle3 import Eagle3
@@ -39,15 +40,20 @@ from train.data.renderer import load_renderer
 from train.data.shards import ShardFolder
 from train.data.stored import check_head, load_ends, open_stored, stored_rows
 from train.data.vocab import count_supervised, coverage
-from train.evaluate import Answer, answers_of, count_acceptance, make_matches
-from train.head import check_exportable, draft_config, draft_vocab, existing_head, new_head
+from train.evaluate import Answer, answers_of
+from train.flops import Work, flops_per_token, mean_visible, total_peak
+from train.head import check_exportable, draft_config, draft_vocab, existing_head, new_head, planned_config
+from train.held_out import HeldOut
 from train.layout import optimizer_shardings
 from train.loop import Loop, TrainingError
+from train.metrics import read_metrics
 from train.objective import Objective
 from train.optim import learning_rate, make_optimizer
+from train.plot import plot_acceptance
 from train.progress import Progress
 from train.recipe import Recipe, RecipeError, flatten, to_yaml
 from train.rows import own_rows
+from train.scalars import check_scalars, open_scalars
 from train.step import Frozen, Model, TrainState, batch_sharding, make_model, make_step
 
 
@@ -72,13 +78,17 @@ def train(recipe: Recipe, *, quiet: bool = False) -> int:
       TrainingError: the loss stopped being finite.
     """
     check_inputs(recipe)
+    check_scalars(recipe.log)
     folder = resolve(recipe.target)
     config = read_config(read_json(folder, "config.json", required=True), folder)
-    if recipe.draft.init_from is None and recipe.export:
-        check_exportable(draft_config(recipe.draft, config))
+    planned = planned_config(recipe.draft, config)
+    if recipe.export:
+        check_exportable(planned)
     say = (lambda *_: None) if quiet else tqdm.write
     answers = read_answers(recipe, folder, config)
     stored = open_stored(recipe, folder) if recipe.features else None
+    if stored:
+        check_head(recipe, stored, planned)
     data = read_stored(stored, config) if stored else read_data(recipe, folder, config, quiet=quiet)
     say(str(data.report))
     if recipe.data.packing:
@@ -88,8 +98,6 @@ def train(recipe: Recipe, *, quiet: bool = False) -> int:
     dtype = parse_dtype(recipe.dtype)
     target = load_ends(folder, config, dtype, mesh) if stored else load_target(folder, dtype=dtype, mesh=mesh).model
     head, notes = _head(recipe, data, target, mesh)
-    if stored:
-        check_head(recipe, stored, head.config)
     for note in notes:
         say(note)
     run = _Run(recipe, data, answers, target, head, mesh)
@@ -173,7 +181,7 @@ class _Run:
     def __init__(
         self, recipe: Recipe, data: Data, answers: list[Answer], target: Target, head: Eagle3, mesh: Mesh | None
     ) -> None:
-        self.recipe, self.data, self.answers, self.head, self.mesh = recipe, data, answers, head, mesh
+        self.recipe, self.data, self.head, self.mesh, self.target_config = recipe, data, head, mesh, target.config
         self.output = Path(recipe.output)
         self.d2t = np.asarray(head.d2t[...])
         self.num_steps = recipe.num_steps(len(data.rows))
@@ -182,15 +190,18 @@ class _Run:
         self.num_parameters = sum(x.size for x in params.values())
         where = None if mesh is None else optimizer_shardings(self.optimizer, params, mesh)
         self.state = TrainState(params, jax.jit(self.optimizer.init, out_shardings=where)(params))
-        if recipe.export:
-            check_exportable(head.config)
+        self.held_out = self._held_out(answers) if answers else None
+
+    def _held_out(self, answers: list[Answer]) -> HeldOut:
+        stops, _ = stop_ids(resolve(self.recipe.target))
+        return HeldOut(self.recipe.evaluate, answers, self.model, self.frozen, self.d2t, stop_ids=stops, mesh=self.mesh)
 
     def _model(self, target: Target) -> tuple[Model, dict[str, Any], Frozen]:
         r = self.recipe
         dtype = parse_dtype(r.dtype)
         return make_model(
             target, self.head, num_steps=r.ttt_steps, decay=r.decay, dtype=dtype, remat=r.remat,
-            objective=Objective(r.loss, r.kl_scale, r.kl_decay), mesh=self.mesh,
+            objective=Objective(r.loss, r.kl_scale, r.kl_decay, r.hidden_weight), mesh=self.mesh,
         )  # fmt: skip
 
     def go(self, *, quiet: bool) -> int:
@@ -203,22 +214,32 @@ class _Run:
         if is_first():
             (self.output / "recipe.yaml").write_text(to_yaml(self.recipe), encoding="utf-8")
         begun = time.monotonic()
-        try:
-            with self._progress(start, quiet) as progress:
+        with self._progress(start, quiet) as progress:
+            try:
                 state, done, signal = self._loop(checkpoints, progress).run(self.state, start, self.num_steps)
-        except TrainingError:
+            except TrainingError:
+                checkpoints.close()
+                raise
             checkpoints.close()
-            raise
-        checkpoints.close()
-        if signal is not None and done < self.num_steps:
-            return 128 + signal
-        self._finish(state, time.monotonic() - begun, done - start)
+            if signal is not None and done < self.num_steps:
+                return 128 + signal
+            self._finish(state, time.monotonic() - begun, done - start, progress)
+        if is_first():
+            plot_acceptance(self.output, (lambda _: None) if quiet else tqdm.write)
         return 0
 
     def _progress(self, start: int, quiet: bool) -> contextlib.closing[Progress]:
-        path = self.output / "metrics.jsonl" if is_first() else Path(os.devnull)
-        every = self.recipe.log_every
-        return contextlib.closing(Progress(path, start=start, total=self.num_steps, every=every, quiet=quiet))
+        r = self.recipe
+        devices = jax.devices()[:1] if self.mesh is None else list(self.mesh.devices.flat)
+        flops = flops_per_token(
+            self.target_config, self.head.config, r.ttt_steps, mean_visible(self.data.rows), offline=bool(r.features)
+        )
+        progress = Progress(
+            self.output / "metrics.jsonl" if is_first() else Path(os.devnull), start=start, total=self.num_steps,
+            every=r.log_every, quiet=quiet, work=Work(flops, total_peak(devices, r.peak_flops)),
+            scalars=open_scalars(r, start) if is_first() else (),
+        )  # fmt: skip
+        return contextlib.closing(progress)
 
     def _loop(self, checkpoints: Checkpoints, progress: Progress) -> Loop:
         r = self.recipe
@@ -230,37 +251,38 @@ class _Run:
             part=own_rows(r.batch_size, batch_sharding(self.mesh)) if self.mesh and jax.process_count() > 1 else None,
         )
         return Loop(
-            step=make_step(self.model, self.optimizer), frozen=self.frozen, batches=batches,
+            step=make_step(self.model, self.optimizer, parts=r.accumulate), frozen=self.frozen, batches=batches,
             save=lambda done, state: checkpoints.save(done, state, self.d2t), progress=progress,
             rate=learning_rate(r.optimizer, self.num_steps), output=self.output, save_every=r.save_every,
-            mesh=self.mesh,
+            mesh=self.mesh, evaluate=partial(self._evaluate, progress) if self.held_out else None,
+            evaluate_every=r.evaluate.every,
         )  # fmt: skip
 
-    def _finish(self, state: TrainState, seconds: float, steps: int) -> None:
+    def _finish(self, state: TrainState, seconds: float, steps: int, progress: Progress) -> None:
         if self.recipe.export:
             params = to_host(state.params) if jax.process_count() > 1 else state.params
             if is_first():
                 head = self.model.draft.merge(params, to_host(self.frozen.fixed), jnp.float32)
                 save_specforge(head, self.head.config, self.output / "head", dtype=parse_dtype(self.recipe.dtype))
-        evaluation = {"evaluation": self._evaluate(state)} if self.answers else {}
+        evaluation = {"evaluation": self._evaluate(progress, self.num_steps, state)} if self.held_out else {}
         if is_first():
             summary = {**self._summary(seconds, steps), **evaluation}
             (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
-    def _evaluate(self, state: TrainState) -> dict[str, Any]:
-        """Predicted acceptance on the held-out files."""
-        count, answers = self.recipe.evaluate.num_drafts, self.answers
-        model = dataclasses.replace(self.model, num_steps=count)
-        matches = make_matches(model, jnp.asarray(self.d2t))
-        found = count_acceptance(matches, state.params, self.frozen, answers, count, self.recipe.batch_size)
-        return {"num_drafts": count, "num_answers": len(answers), **found.as_dict()}
+    def _evaluate(self, progress: Progress, done: int, state: TrainState) -> dict[str, Any]:
+        """Acceptance on the held-out prompts after `done` steps, as it is reported."""
+        assert self.held_out is not None
+        with progress.paused():
+            found = self.held_out(state)
+        progress.evaluated(done, found)
+        return {"step": done, **found}
 
     def _summary(self, seconds: float, steps: int) -> dict[str, Any]:
         """`seconds` and `steps` of this session; a resumed run had others before."""
-        lines = (self.output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = read_metrics(self.output / "metrics.jsonl").training
         return {
             "steps": self.num_steps,
-            "last": json.loads(lines[-1]) if lines else None,
+            "last": lines[-1] if lines else None,
             "session": {"steps": steps, "seconds": round(seconds, 1)},
             "data": self.data.report.as_dict(),
             "sequences": {"count": len(self.data.rows), "filled": self.data.filled},

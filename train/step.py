@@ -10,18 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from eagle3_jax.drafters.eagle3 import Eagle3
+from eagle3_jax.errors import ConfigError
 from eagle3_jax.precision import join, matmul_precision, split
-from eagle3_jax.sharding import MESH_AXES, param_sharding
+from eagle3_jax.sharding import MESH_AXES, axes_sharding, laid_out, param_sharding
 from eagle3_jax.target import Target
 from train.data.batches import Batch
 from train.data.vocab import draft_index
 from train.features import Features, target_features
-from train.loss import StepSums, step_sums, total_loss
+from train.loss import StepSums, step_counts, step_sums, total_loss
 from train.objective import KL, Objective
 from train.params import DraftGraph, Params, split_drafter
 from train.rows import spread_rows
@@ -86,6 +87,7 @@ class Model:
     dtype: DTypeLike = jnp.float32
     remat: bool = False
     objective: Objective = KL
+    mesh: Mesh | None = None
 
     def target(self, frozen: Frozen) -> Target:
         return join(self.target_graph, self.target_tree, frozen.target)
@@ -111,21 +113,27 @@ class Model:
     def draft_logits(self, params: Params, frozen: Frozen) -> Callable[[Array], Array]:
         return lambda hidden: self.draft.merge_head(params, frozen.fixed, self.dtype).logits(hidden)
 
-    def _see(self, frozen: Frozen, tokens: Array, segment_ids: Array | None) -> Features:
-        log_sum = self.objective.needs_acceptance
-        return target_features(self.target(frozen), tokens, self.aux_layers, segment_ids=segment_ids, log_sum=log_sum)
+    def see(self, frozen: Frozen, inputs: Inputs) -> Features:
+        """What the target says to a batch, unless it is stored."""
+        return inputs.features or target_features(
+            self.target(frozen), inputs.tokens, self.aux_layers, segment_ids=inputs.segment_ids,
+            log_sum=self.objective.needs_acceptance,
+        )  # fmt: skip
+
+    def sums(self, params: Params, frozen: Frozen, inputs: Inputs) -> StepSums:
+        """Of a batch; differentiable in `params` alone."""
+        ids, seen = inputs.segment_ids, self.see(frozen, inputs)
+        outputs = self.outputs(params, frozen, seen.aux, inputs.tokens, ids)
+        choice = frozen.draft_index[seen.top1]
+        return step_sums(
+            self.draft_logits(params, frozen), outputs, seen.hidden, frozen.teacher, choice, inputs.mask,
+            segment_ids=ids, objective=self.objective, teacher_log_sum=seen.log_sum,
+            normed=lambda hidden: self.draft.merge_head(params, frozen.fixed, self.dtype).norm(hidden),
+        )  # fmt: skip
 
     def loss(self, params: Params, frozen: Frozen, inputs: Inputs) -> tuple[Array, StepSums]:
         """Loss and sums of a batch; differentiable in `params` alone."""
-        tokens, ids = inputs.tokens, inputs.segment_ids
-        seen = inputs.features or self._see(frozen, tokens, ids)
-        outputs = self.outputs(params, frozen, seen.aux, tokens, ids)
-        choice = frozen.draft_index[seen.top1]
-        logits = self.draft_logits(params, frozen)
-        sums = step_sums(
-            logits, outputs, seen.hidden, frozen.teacher, choice, inputs.mask, segment_ids=ids,
-            objective=self.objective, teacher_log_sum=seen.log_sum,
-        )  # fmt: skip
+        sums = self.sums(params, frozen, inputs)
         return total_loss(sums, self.decay, self.objective), sums
 
 
@@ -133,14 +141,23 @@ def make_model(
     target: Target, drafter: Eagle3, *, num_steps: int, decay: float = 0.8, dtype: DTypeLike = jnp.float32,
     remat: bool = False, objective: Objective = KL, mesh: Mesh | None = None,
 ) -> tuple[Model, Params, Frozen]:  # fmt: skip
-    """Takes target and drafter apart. With a mesh, the drafter's arrays are laid out like the target's."""
+    """Takes target and drafter apart. With a mesh, the drafter's arrays are laid out like the target's.
+
+    Raises:
+      ConfigError: a regression to hidden states of another width than the drafter's.
+    """
+    widths = drafter.config.hidden_size, target.config.hidden_size
+    if objective.hidden_weight and widths[0] != widths[1]:
+        raise ConfigError(f"hidden_weight: states of width {widths[1]} are no aim for a head of width {widths[0]}")
     target_graph, leaves, tree = split(target)
     graph, params, fixed = split_drafter(drafter)
     d2t = drafter.d2t[...]
     index = jnp.asarray(draft_index(np.asarray(d2t), target.config.vocab_size))
-    teacher = jax.jit(lambda leaves, ids: join(target_graph, tree, leaves).output_rows(ids))
+    kernel = (target.config.hidden_size, len(d2t))
+    where = None if mesh is None else axes_sharding(("embed", "vocab"), kernel, mesh)
+    teacher = jax.jit(lambda leaves, ids: join(target_graph, tree, leaves).output_rows(ids), out_shardings=where)
     frozen = Frozen(leaves, fixed, teacher(leaves, d2t), index)
-    model = Model(target_graph, tree, graph, drafter.config.aux_layers, num_steps, decay, dtype, remat, objective)
+    model = Model(target_graph, tree, graph, drafter.config.aux_layers, num_steps, decay, dtype, remat, objective, mesh)
     if mesh is not None:
         place = lambda name, x: param_sharding(name.split("."), x.shape, mesh, drafter.config)  # noqa: E731
         params = {name: jax.device_put(x, place(name, x)) for name, x in params.items()}
@@ -172,16 +189,56 @@ def _norm(tree: Any) -> Array:
     return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree)))
 
 
+def batch_gradient(
+    model: Model, params: Params, frozen: Frozen, inputs: Inputs, parts: int
+) -> tuple[Array, StepSums, Params]:
+    """Loss, sums and gradient of a batch [B, T], B/parts rows at a time: the same whatever `parts` is.
+
+    Every mean is over the whole batch. The loss is a function of the parts' summed sums, so each part's gradient is
+    pulled back from the loss's derivative at the whole; what that takes is known once the target has seen every part
+    (with lk_lambda, once the drafter has run as well). The target's states of the whole batch are kept meanwhile.
+    """
+    if parts == 1:
+        (loss, sums), grads = jax.value_and_grad(model.loss, has_aux=True)(params, frozen, inputs)
+        return loss, sums, grads
+    groups = jax.tree.map(lambda x: _in_parts(x, parts), inputs)
+    seen = groups.features or lax.map(lambda part: model.see(frozen, part), groups)
+    groups = dataclasses.replace(groups, features=seen)
+    ahead = lax.map(lambda part: _sums_ahead(model, params, frozen, part), groups)
+    whole = jax.tree.map(lambda x: jnp.sum(x, axis=0), ahead)
+    slope = jax.grad(lambda sums: total_loss(sums, model.decay, model.objective))(whole)
+
+    def add(total: tuple[StepSums, Params], part: Inputs) -> tuple[tuple[StepSums, Params], None]:
+        sums, pull = jax.vjp(lambda p: model.sums(p, frozen, part), params)
+        return jax.tree.map(jnp.add, total, (sums, *pull(slope))), None
+
+    nothing = jax.tree.map(jnp.zeros_like, (whole, params))
+    (sums, grads), _ = lax.scan(add, nothing, groups)
+    return total_loss(sums, model.decay, model.objective), sums, grads
+
+
+def _in_parts(x: Array, parts: int) -> Array:
+    """[B, ...] -> [parts, B/parts, ...]. A part takes every `parts`-th row, so that it has rows of every device."""
+    return jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
+
+
+def _sums_ahead(model: Model, params: Params, frozen: Frozen, part: Inputs) -> StepSums:
+    """Sums of a part as far as the loss's derivative depends on them."""
+    if model.objective.kind == "lk_lambda":
+        return lax.stop_gradient(model.sums(params, frozen, part))
+    choice = frozen.draft_index[model.see(frozen, part).top1]
+    return step_counts(choice, part.mask, model.num_steps, part.segment_ids, objective=model.objective)
+
+
 Step = Callable[[TrainState, Frozen, Inputs], tuple[TrainState, Metrics]]
 
 
-def make_step(model: Model, optimizer: optax.GradientTransformation) -> Step:
-    """The jitted step; the state given to it is donated."""
+def make_step(model: Model, optimizer: optax.GradientTransformation, *, parts: int = 1) -> Step:
+    """The jitted step, its batch computed in `parts`; the state given to it is donated."""
 
     def step(state: TrainState, frozen: Frozen, inputs: Inputs) -> tuple[TrainState, Metrics]:
-        with matmul_precision(model.dtype):
-            compute = jax.value_and_grad(model.loss, has_aux=True)
-            (loss, sums), grads = compute(state.params, frozen, inputs)
+        with matmul_precision(model.dtype), laid_out(model.mesh, "batch"):
+            loss, sums, grads = batch_gradient(model, state.params, frozen, inputs, parts)
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)

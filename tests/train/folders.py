@@ -33,8 +33,9 @@ def write_rows(path: Path) -> Path:
 
 
 def losses(output: str | Path) -> list[float]:
-    """What a run reported, line by line."""
-    return [json.loads(line)["loss"] for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
+    """What a run reported of its training, line by line."""
+    lines = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
 
 
 def save_small_target(folder: Path) -> Path:

@@ -17,6 +17,7 @@ from eagle3_jax.target import Target
 from tests.train.models import sharpened
 from train.data.conversations import Row
 from train.evaluate import Acceptance, Answer, answers_of, greedy_answers, predicted_acceptance, walk
+from train.metrics import read_metrics
 from train.recipe import DataRecipe, DraftRecipe, EvalRecipe, OptimizerRecipe, Recipe
 from train.run import train
 
@@ -70,6 +71,22 @@ def answers(target: tuple[Target, Path]) -> list[Answer]:
     return greedy_answers(llm, prompts, max_tokens=40)
 
 
+def check_evaluations(output: Path, last: Acceptance) -> None:
+    """At step 100 and the end, side by side, prediction and measurement; learning shows in between."""
+    summary = json.loads((output / "summary.json").read_text())["evaluation"]
+    assert summary == {
+        "step": 150, "num_drafts": 2, "num_prompts": 4, "num_tokens": 160, "predicted": last.as_dict(),
+        "measured": last.as_dict(),
+    }  # fmt: skip
+    course = read_metrics(output / "metrics.jsonl")
+    early, late = course.evaluations
+    assert late == {"step": 150, "evaluation": {k: v for k, v in summary.items() if k != "step"}}
+    assert early["step"] == 100 and early["evaluation"]["predicted"] == early["evaluation"]["measured"]
+    lengths = [line["evaluation"]["measured"]["acceptance_length"] for line in (early, late)]
+    assert lengths[0] != lengths[1], "the second is of newer weights"
+    assert [line["step"] for line in course.training] == [20, 40, 60, 80, 100, 120, 140, 150]
+
+
 def test_prediction_equals_the_engine(target: tuple[Target, Path], answers: list[Answer], tmp_path: Path) -> None:
     rows = [{"input_ids": a.tokens.tolist(), "loss_mask": [int(i >= a.prompt_length) for i in range(len(a.tokens))]}
             for a in answers]  # fmt: skip
@@ -77,15 +94,14 @@ def test_prediction_equals_the_engine(target: tuple[Target, Path], answers: list
     recipe = Recipe(
         target=str(target[1]), output=str(tmp_path / "run"), data=DataRecipe((str(tmp_path / "rows.jsonl"),), 64),
         draft=DraftRecipe(aux_layers=(1, 2, 4), draft_vocab_size=50, intermediate_size=64),
-        evaluate=EvalRecipe((str(tmp_path / "rows.jsonl"),), num_drafts=2, max_rows=4),
+        evaluate=EvalRecipe((str(tmp_path / "rows.jsonl"),), every=100, num_drafts=2, max_rows=4, max_tokens=40),
         optimizer=OptimizerRecipe(learning_rate=1e-2), ttt_steps=3, batch_size=5, train_steps=150, dtype="float32",
     )  # fmt: skip
     train(recipe, quiet=True)
     drafter = load_drafter(tmp_path / "run" / "head", target[0].config).model
     found = predicted_acceptance(target[0], drafter, answers, num_drafts=3, batch_size=4)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]
     first_four = predicted_acceptance(target[0], drafter, answers[:4], num_drafts=2)
-    assert summary == {"num_drafts": 2, "num_answers": 4, **first_four.as_dict()}
+    check_evaluations(tmp_path / "run", first_four)
     llm = LLM.from_models(
         target[0], drafter, max_num_seqs=5, max_model_len=64, prefill_chunk=4,  # prompts of up to three chunks
         speculative_config={"num_speculative_tokens": 3},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from jax import Array
 
 from tests.helpers import assert_close
 from train.loss import StepSums, step_sums, supervised_run, total_loss
-from train.objective import Kind, Objective, log_acceptance
+from train.objective import Kind, Objective, smooth_l1
 
 STEPS, BATCH, LENGTH, WIDTH, VOCAB, DRAFTED, DECAY = 3, 2, 11, 6, 23, 9, 0.7
 D2T = np.sort(np.random.default_rng(1).permutation(VOCAB)[:DRAFTED])
@@ -50,12 +52,12 @@ def by_definition(outputs: Array, objective: Objective) -> Array:
     return total
 
 
-def ours(outputs: Array, objective: Objective) -> Array:
+def ours(outputs: Array, objective: Objective, normed: Callable[[Array], Array] | None = None) -> Array:
     index = np.full(VOCAB, -1, np.int32)
     index[D2T] = np.arange(DRAFTED)
     sums = step_sums(
         lambda h: h @ DRAFT, outputs, HIDDEN, TEACHER[:, D2T], jnp.asarray(index)[CHOICE], jnp.asarray(MASK), chunk=4,
-        objective=objective, teacher_log_sum=jax.nn.logsumexp(HIDDEN @ TEACHER, axis=-1),
+        objective=objective, teacher_log_sum=jax.nn.logsumexp(HIDDEN @ TEACHER, axis=-1), normed=normed,
     )  # fmt: skip
     return total_loss(sums, DECAY, objective)
 
@@ -68,14 +70,6 @@ def test_losses_equal_their_definitions(kind: Kind) -> None:
     assert_close(got[1], want[1])
 
 
-def test_acceptance_of_equal_and_of_disjoint_distributions() -> None:
-    p = jax.nn.log_softmax(draw(4, 5))
-    assert_close(log_acceptance(p, p), 0.0, 1e-6)
-    far = jnp.asarray([0.0, -200.0]), jnp.asarray([-200.0, 0.0])
-    assert_close(log_acceptance(*far), -200 + np.log(2))  # beyond float32 in plain numbers
-    assert np.isfinite(jax.grad(lambda q: log_acceptance(far[0], jax.nn.log_softmax(q)))(far[1])).all()
-
-
 def test_nothing_counted_is_no_loss() -> None:
     none = jnp.zeros(2)
     for kind in ("kl", "lk_alpha", "lk_lambda"):
@@ -86,3 +80,31 @@ def test_acceptance_needs_the_whole_vocabularys_sum() -> None:
     arguments = (lambda h: h @ DRAFT, OUTPUTS, HIDDEN, TEACHER[:, D2T], CHOICE, jnp.asarray(MASK))
     with pytest.raises(ValueError, match="lk_alpha needs teacher_log_sum"):
         step_sums(*arguments, objective=Objective("lk_alpha"))
+
+
+def test_regression_to_hidden_states_by_definition() -> None:
+    """Value and gradient, position by position; without its weight nothing of it is left."""
+    weighed, run = Objective(hidden_weight=0.3), np.asarray(supervised_run(jnp.asarray(MASK)))
+    normed = lambda h: 1.5 * h / jnp.sqrt(jnp.mean(h**2, axis=-1, keepdims=True))
+
+    def distance(outputs: Array) -> Array:
+        total = jnp.zeros(())
+        for i in range(STEPS):
+            row, t = np.nonzero(run >= i + 2)  # the guess of token t, made at t-2-i, stands for the state at t-1
+            far = jnp.abs(normed(outputs[i][row, t - 2 - i]) - HIDDEN[row, t - 1])
+            total += DECAY**i * jnp.mean(jnp.where(far < 1, far**2 / 2, far - 0.5))
+        return total
+
+    got, plain, want = (
+        jax.jit(jax.value_and_grad(f))(OUTPUTS)
+        for f in (lambda x: ours(x, weighed, normed), lambda x: ours(x, Objective(), normed), distance)
+    )
+    for index in range(2):
+        assert_close(got[index] - plain[index], 0.3 * want[index], rtol=1e-4)
+    assert_close(plain[0], by_definition(OUTPUTS, Objective()))
+
+
+def test_equal_hidden_states_are_no_distance() -> None:
+    x = draw(5, 4, WIDTH)
+    assert not smooth_l1(x, x).any()
+    assert np.allclose(smooth_l1(x, x + 3), 2.5) and np.allclose(smooth_l1(x, x - 0.5), 0.125)

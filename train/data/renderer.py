@@ -23,21 +23,31 @@ def load_renderer(
     """Of `tokenizer` (folder or hub id) or else of the target in `folder`; None if that has no tokenizer or template.
 
     Raises:
-      UserError: `tokenizer` cannot be loaded, or has no template.
+      UserError: `tokenizer` cannot be loaded, has no template, or gives ids another meaning than the target's own.
     """
-    where = tokenizer or (folder if (folder / "tokenizer.json").is_file() else None)
+    own = folder if (folder / "tokenizer.json").is_file() else None
+    where = tokenizer or own
     if where is None:
         return None
-    from transformers import AutoTokenizer
-
-    try:
-        loaded = AutoTokenizer.from_pretrained(where)
-    except (OSError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"no tokenizer could be read from {where}: {first}") from error
+    loaded = _load(where)
+    if tokenizer is not None and own is not None and loaded.get_vocab() != _load(own).get_vocab():
+        raise UserError(
+            f"the vocabulary of the tokenizer {tokenizer} is not that of the target's own in {folder}: ids would mean "
+            "other tokens to the target; leave the tokenizer out, or name one with the same vocabulary"
+        )
     if not loaded.chat_template and tokenizer is None:
         return None
     return ChatRenderer(loaded, template_kwargs, changed_turns)
+
+
+def _load(where: str | Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(where)
+    except (OSError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"no tokenizer could be read from {where}: {first}") from error
 
 
 def add_template_arguments(parser: argparse.ArgumentParser) -> None:
