@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -33,6 +34,7 @@ AXES = ("data", "fsdp", "expert", "tensor")
 MESH_AXES: dict[str, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),
     "slots": "data",
+    "all slots": ("data", "tensor"),
     "embed": "fsdp",
     "heads": "tensor",
     "mlp": "tensor",
@@ -129,17 +131,31 @@ def model_shardings(state: Any, mesh: Mesh, config: TargetConfig | DraftConfig) 
     return jax.tree_util.tree_map_with_path(place, state)
 
 
+def slots_over_tensor(heads: int, slots: int, mesh: Mesh) -> bool:
+    """Whether keys and values are spread by slots over the tensor axis, because their heads are too few for it.
+
+    Each device then attends for some slots with all heads. Where slots are too few as well, all is on every device.
+    """
+    return heads % mesh.shape["tensor"] != 0 and slots % (mesh.shape["data"] * mesh.shape["tensor"]) == 0
+
+
+def _over_slots(axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple({"heads": "replicated", "slots": "all slots"}.get(axis, axis) for axis in axes)
+
+
 def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
     """A sharding for every array of a cache; what belongs to no layer is small and replicated."""
     slots = len(cache.lengths)
 
-    def place(axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
-        sizes = [slots if axis == "slots" else size for axis, size in zip(axes, shape, strict=True)]
-        return axes_sharding(axes, sizes, mesh)
-
     def layer(x: KVPages | DeltaState) -> Any:
-        fields = _CACHES[type(x).__name__].items()
-        return x.replace(**{name: place(axes, getattr(x, name).shape) for name, axes in fields})
+        fields = _CACHES[type(x).__name__]
+        if isinstance(x, KVPages) and slots_over_tensor(len(x.keys), slots, mesh):
+            fields = {name: _over_slots(axes) for name, axes in fields.items()}
+        return x.replace(**{name: place(axes, getattr(x, name).shape) for name, axes in fields.items()})
+
+    def place(axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
+        sizes = [slots if axis.endswith("slots") else size for axis, size in zip(axes, shape, strict=True)]
+        return axes_sharding(axes, sizes, mesh)
 
     whole = jax.tree.map(lambda _: replicated(mesh), cache)
     return dataclasses.replace(whole, layers=tuple(layer(x) for x in cache.layers))
@@ -176,10 +192,18 @@ def current_layout() -> Layout | None:
     return _LAYOUT.get()
 
 
-def pin_cache(cache: Cache) -> Cache:
-    """The cache, held to its layout: inside a loop XLA may choose another, and then moves it before and after."""
+def pin(x: Array, *axes: str) -> Array:
+    """`x`, held to logical axes under a layout. What XLA would choose by itself depends on all that surrounds it."""
     layout = current_layout()
-    return cache if layout is None else jax.lax.with_sharding_constraint(cache, cache_shardings(cache, layout.mesh))
+    return x if layout is None else jax.lax.with_sharding_constraint(x, axes_sharding(axes, x.shape, layout.mesh))
+
+
+def attention_axes(heads: int, slots: int) -> tuple[str, str]:
+    """Logical axes of slots and of heads in an attention over cached keys: as the cache lies."""
+    layout = current_layout()
+    if layout is None or slots % layout.mesh.shape["data"]:
+        return "replicated", "heads"
+    return ("all slots", "replicated") if slots_over_tensor(heads, slots, layout.mesh) else ("slots", "heads")
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

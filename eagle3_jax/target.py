@@ -26,6 +26,7 @@ from eagle3_jax.layers.moe import MoE
 from eagle3_jax.layers.norm import RMSNorm
 from eagle3_jax.layers.rope import rotation
 from eagle3_jax.segments import segment_positions
+from eagle3_jax.sharding import attention_axes, pin
 from pallas_kernels.attention import causal_attention, paged_attention, write_pages
 
 
@@ -238,11 +239,20 @@ class Target(nnx.Module):
 def attend_pages(
     pages: KVPages, cache: Cache, positions: Array, valid: Array, q: Array, k: Array, v: Array
 ) -> tuple[Array, KVPages]:
-    """Writes k and v [B,T,K,H] at `positions` of one layer's pages, then lets q see up to its own position."""
-    keys = write_pages(pages.keys, k, cache.page_table, positions, valid)
-    values = write_pages(pages.values, v, cache.page_table, positions, valid)
-    out = paged_attention(q, keys, values, cache.page_table, positions, contiguous=cache.contiguous)
-    return out, KVPages(keys, values)
+    """Writes k and v [B,T,K,H] at `positions` of one layer's pages, then lets q see up to its own position.
+
+    On a mesh all of it is held to where the cache lies: what moves between devices is queries and results.
+    """
+    by_heads = ("slots", "replicated", "heads", "replicated")  # as the projections around this have it
+    slots, heads = attention_axes(pages.keys.shape[0], cache.lengths.shape[0])
+    rows, stored = (slots, "replicated", heads, "replicated"), (heads, slots, "replicated", "replicated")
+    q, k, v = (pin(pin(x, *by_heads), *rows) for x in (q, k, v))
+    keys, values = (
+        pin(write_pages(old, new, cache.page_table, positions, valid), *stored)
+        for old, new in ((pages.keys, k), (pages.values, v))
+    )
+    out = pin(paged_attention(q, keys, values, cache.page_table, positions, contiguous=cache.contiguous), *rows)
+    return pin(out, *by_heads), KVPages(keys, values)
 
 
 def _take(x: Array, order: Array) -> Array:

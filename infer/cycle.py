@@ -18,7 +18,6 @@ from jax import Array, lax
 
 from eagle3_jax.cache import Cache
 from eagle3_jax.drafters.eagle3 import Eagle3
-from eagle3_jax.sharding import pin_cache
 from eagle3_jax.target import Target
 from infer.sampling import Purpose, SamplingState, draft_sample, gumbel_noise, process_logits, sample
 from infer.verify import truncate, verify_coupled, verify_standard, verify_synthetic
@@ -145,15 +144,9 @@ def run_cycles(
         return (count < limit) & (active > 0) & ~(yield_slots & (active < started))
 
     def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
-        return carry[0] + 1, _pin(cycle(target, drafter, carry[1], how))
+        return carry[0] + 1, cycle(target, drafter, carry[1], how)
 
     return lax.while_loop(going, body, (jnp.int32(0), state))[1]
-
-
-def _pin(state: DecodeState) -> DecodeState:
-    """On a mesh, caches keep their layout from one cycle to the next."""
-    drafter = None if state.drafter is None else pin_cache(state.drafter)
-    return dataclasses.replace(state, target=pin_cache(state.target), drafter=drafter)
 
 
 def _draft(
