@@ -7,7 +7,7 @@ import sys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="YAML file; its keys are the fields of train/recipe.py")
+    parser.add_argument("recipe", help="YAML file (keys: train/recipe.py), or a ready recipe, such as qwen3.5-9b")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optimizer.learning_rate=3e-4")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 

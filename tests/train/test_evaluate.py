@@ -6,20 +6,24 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from eagle3_jax import LLM
-from eagle3_jax.checkpoint import load_drafter, save_target
+from eagle3_jax.checkpoint import load_drafter, load_target, save_target
 from eagle3_jax.config import TargetConfig
+from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.target import Target
 from tests.train.models import sharpened
 from train.data.conversations import Row
 from train.evaluate import Acceptance, Answer, answers_of, greedy_answers, predicted_acceptance, walk
+from train.held_out import HeldOut
 from train.metrics import read_metrics
 from train.recipe import DataRecipe, DraftRecipe, EvalRecipe, OptimizerRecipe, Recipe
 from train.run import train
+from train.step import TrainState, make_model
 
 CONFIG = {
     "model_type": "qwen3_5_text", "vocab_size": 60, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
@@ -113,3 +117,14 @@ def test_prediction_equals_the_engine(target: tuple[Target, Path], answers: list
     assert found == Acceptance(engine.num_drafts, engine.num_accepted_tokens_per_pos)
     assert found.length == pytest.approx(engine.mean_acceptance_length) and found.length > 1.5
     assert dataclasses.asdict(found)["num_cycles"] > 50
+    check_bfloat16(target[1], drafter, answers)
+
+
+def check_bfloat16(folder: Path, drafter: Eagle3, answers: list[Answer]) -> None:
+    """Rounded as training in bfloat16 rounds, prediction and measurement are of one mind to 0.05."""
+    rough = load_target(folder, dtype="bfloat16").model
+    model, params, frozen = make_model(rough, drafter, num_steps=1, dtype=jnp.bfloat16)
+    held_out = HeldOut(EvalRecipe(max_tokens=40), answers, model, frozen, np.asarray(drafter.d2t[...]), stop_ids=())
+    found = held_out(TrainState(params, None))
+    predicted, measured = (found[kind]["acceptance_length"] for kind in ("predicted", "measured"))
+    assert found["num_tokens"] == 400 and measured > 1.3 and abs(predicted - measured) <= 0.05

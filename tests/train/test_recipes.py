@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax.checkpoint.specforge import inexpressible
+from eagle3_jax.cli import main
 from eagle3_jax.config import TargetConfig
 from tests.helpers import published
 from train.flops import draft_parameters, target_parameters
@@ -85,6 +86,12 @@ def test_a_wrong_name_lists_the_known_ones(tmp_path: Path, monkeypatch: pytest.M
         load_recipe("qwen3.5-8b")
     with pytest.raises(RecipeError, match="cannot read the recipe qwen3.5-9b.yaml"):
         load_recipe("qwen3.5-9b.yaml")
+
+
+def test_the_command_finds_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "qwen3.5-9b"]) == 2 and "output is missing" in capsys.readouterr().err
+    assert main(["train", "qwen3.5-10b", "output=o"]) == 2
+    assert "no ready recipe; those are qwen3-235b-a22b" in capsys.readouterr().err
 
 
 def test_a_file_of_that_name_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
