@@ -20,6 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.attention import tpu as attention
+from pallas_kernels.attention import write_tpu
 from pallas_kernels.gated_delta import Pending
 from pallas_kernels.gated_delta import tpu as gated_delta
 from pallas_kernels.verification import Sampling
@@ -83,10 +84,18 @@ def paged_attention(shape: Shape, batch: int, tokens: int, length: int = 8192, p
     return Case(attention.paged_attention, (q, pool, pool, table, positions), (), attention)
 
 
+def write_pages(shape: Shape, batch: int, tokens: int, length: int = 8192, page_size: int = 64) -> Case:
+    pool, table = (paged_attention(shape, batch, tokens, length, page_size).args[i] for i in (1, 3))
+    values = _abstract(batch, tokens, shape.kv_heads, shape.width, dtype=jnp.bfloat16)
+    positions, valid = (_abstract(batch, tokens, dtype=dtype) for dtype in (jnp.int32, jnp.bool_))
+    return Case(write_tpu.write_pages, (pool, values, table, positions, valid), (0,), write_tpu)
+
+
 KERNELS: dict[str, Callable[[Shape, int, int], Case]] = {
     "gated_delta.step": delta_step,
     "verification.verify": verification,
     "attention.paged_attention": paged_attention,
+    "attention.write_pages": write_pages,
 }
 
 

@@ -67,7 +67,8 @@ class GatedDeltaNet(nnx.Module):
         self, x: Array, valid: Array, num_valid: Array, pending: Array, past: DeltaState
     ) -> tuple[Array, DeltaState]:
         """A chunk of prompt: commits what was pending, then the chunk's first `num_valid` [B] tokens."""
-        history, mixed, state = self._begin(x, valid, pending, past)
+        history, mixed = self._begin(x, valid, pending, past)
+        state = gated_delta.fold(past.state, *_pending(past, pending))
         out, state = gated_delta.chunked(*mixed, state)
         tail = _rows(history, num_valid, self.config.linear_conv_kernel_dim - 1)
         inputs = jnp.pad(tail, [(0, 0), (0, past.inputs.shape[1] - tail.shape[1]), (0, 0)])
@@ -75,15 +76,14 @@ class GatedDeltaNet(nnx.Module):
 
     def window(self, x: Array, valid: Array, pending: Array, past: DeltaState) -> tuple[Array, DeltaState]:
         """Tokens that verification has yet to accept: folds in what was pending, leaves the window itself pending."""
-        history, mixed, state = self._begin(x, valid, pending, past)
-        out, updates = gated_delta.window(*mixed, state)
+        history, mixed = self._begin(x, valid, pending, past)
+        out, updates, state = gated_delta.step(past.state, _pending(past, pending), *mixed)
         return self._finish(x, out), DeltaState(state, mixed.k, updates, mixed.g, history)
 
-    def _begin(self, x: Array, valid: Array, pending: Array, past: DeltaState) -> tuple[Array, DeltaInputs, Array]:
+    def _begin(self, x: Array, valid: Array, pending: Array, past: DeltaState) -> tuple[Array, DeltaInputs]:
         tail = _rows(past.inputs, pending, self.config.linear_conv_kernel_dim - 1)
         history = jnp.concatenate([tail, self.in_proj_qkv(x)], axis=1)
-        mixed = self._inputs(x, self.conv1d(history), valid)
-        return history, mixed, gated_delta.fold(past.state, past.keys, past.updates, past.log_decay, pending)
+        return history, self._inputs(x, self.conv1d(history), valid)
 
     def _inputs(self, x: Array, qkv: Array, valid: Array | None) -> DeltaInputs:
         c = self.config
@@ -104,6 +104,10 @@ class GatedDeltaNet(nnx.Module):
     def _zero_state(self, batch: int) -> Array:
         c = self.config
         return jnp.zeros((batch, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim), jnp.float32)
+
+
+def _pending(past: DeltaState, accepted: Array) -> gated_delta.Pending:
+    return gated_delta.Pending(past.keys, past.updates, past.log_decay, accepted)
 
 
 def _rows(x: Array, start: Array, count: int) -> Array:

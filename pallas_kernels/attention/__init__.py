@@ -9,7 +9,7 @@ from jax import Array
 from pallas_kernels import dispatch
 from pallas_kernels.attention import cudnn, reference
 from pallas_kernels.attention.branch import branch_attention
-from pallas_kernels.attention.reference import attention, write_pages
+from pallas_kernels.attention.reference import attention
 
 __all__ = ["attention", "branch_attention", "causal_attention", "paged_attention", "write_pages"]
 
@@ -36,6 +36,36 @@ def _blocks(q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
 
 
 _CAUSAL = {"reference": _blocks, "cudnn": cudnn.causal_attention}
+
+
+def write_pages(
+    pages: Array,
+    values: Array,
+    page_table: Array,
+    positions: Array,
+    valid: Array,
+    *,
+    implementation: str | None = None,
+) -> Array:
+    """Puts `values` [B,T,K,H] at `positions` [B,T] of each row's pages; invalid tokens are not written.
+
+    Args:
+      pages: [K, num_pages, page_size, H]. page_table: [B, pages_per_row] int32. valid: [B,T] bool.
+      implementation: see `pallas_kernels.dispatch`. "tpu" is for rows whose positions ascend by one; it keeps the
+        layout that "tpu" of `paged_attention` reads, so the two belong together. Not timed.
+
+    Returns:
+      the pages, in place where the caller donates them.
+    """
+    implementations = {"reference": reference.write_pages, "tpu": _write_tpu}
+    args = (pages, values, page_table, positions, valid)
+    return dispatch.call("attention.write_pages", implementation, implementations, *args)
+
+
+def _write_tpu(*args: Any) -> Array:
+    from pallas_kernels.attention import write_tpu
+
+    return write_tpu.write_pages(*args)
 
 
 def paged_attention(
