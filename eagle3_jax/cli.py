@@ -12,7 +12,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from eagle3_jax import __version__
 from eagle3_jax.errors import UserError
@@ -35,6 +35,7 @@ COMMANDS = {
     "data": Command("train.data.cli", "prepare what heads are trained on: answers, tokens, vocabularies, features"),
     "train": Command("train.cli", "train a draft head from a recipe", True),
     "convert": Command("eagle3_jax.convert", "bring a draft head from any published format into any other"),
+    "plan": Command("eagle3_jax.planning.cli", "say what generation or training needs on a slice, before it is rented"),
     "inspect": Command("eagle3_jax.inspect", "describe a model or drafter folder without loading its weights"),
     "check": Command("eagle3_jax.check", "compare a target with transformers, layer by layer"),
 }
@@ -87,6 +88,11 @@ def run_command(command: Command, parser: argparse.ArgumentParser, arguments: Se
         return run(args) or 0
     with import_module("eagle3_jax.distributed").session(args):
         return run(args) or 0
+
+
+def planner(mode: str) -> Any:
+    """The module that plans for generation or training, of the room that does it; see `eagle3_jax.planning.account`."""
+    return import_module({"generate": "infer.plan", "train": "train.plan"}[mode])
 
 
 def _top_parser() -> argparse.ArgumentParser:

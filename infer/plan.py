@@ -1,0 +1,130 @@
+"""Planning of generation: one cycle of a batch, counted and compiled from shapes. See `eagle3_jax.planning`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from eagle3_jax.cache import DeltaState
+from eagle3_jax.config import DELTA, TargetConfig
+from eagle3_jax.meshes import MeshShape
+from eagle3_jax.planning.account import Account, Job
+from eagle3_jax.planning.shapes import abstract_mesh, abstract_model, elements, held, named, placed
+from eagle3_jax.precision import matmul_precision
+from eagle3_jax.sharding import laid_out, replicated
+from infer.cycle import DecodeState, Speculation, run_cycles
+from infer.engine import EngineConfig, empty_state, state_shardings
+
+UNIT = "cycle"
+DEFAULT_STEPS = 3
+
+
+def rows(shape: MeshShape) -> int:
+    """Slots are spread over the data axis."""
+    return shape.data
+
+
+def default_batch(devices: int, context: int) -> int:
+    """Slots of an engine, however many devices."""
+    return 16
+
+
+def engine_config(job: Job) -> EngineConfig:
+    drafts = job.steps if job.draft is not None else 0
+    return EngineConfig(job.batch, job.context, Speculation(drafts), dtype=job.dtype)
+
+
+def abstract_state(job: Job, mesh: Any) -> DecodeState:
+    """The state of a batch, as shapes with shardings."""
+    state = jax.eval_shape(lambda: empty_state(job.target, job.draft, engine_config(job)))
+    return placed(state, state_shardings(state, mesh))
+
+
+def lower(job: Job, mesh: Any) -> Any:
+    """The engine's decoding program, lowered for a mesh of devices that need not be here."""
+    configs = [c for c in (job.target, job.draft) if c is not None]
+    graphs, models = zip(*(abstract_model(c, job.dtype, mesh) for c in configs), strict=True)
+    state, how = abstract_state(job, mesh), engine_config(job).speculation
+
+    def decode(models: tuple[Any, ...], state: DecodeState, limit: jax.Array, yield_slots: jax.Array) -> DecodeState:
+        built = [nnx.merge(graph, model) for graph, model in zip(graphs, models, strict=True)]
+        with matmul_precision(job.dtype), laid_out(mesh, "slots"):
+            return run_cycles(built[0], built[1] if len(built) > 1 else None, state, how, limit, yield_slots)
+
+    limit, yield_slots = (jax.ShapeDtypeStruct((), d, sharding=replicated(mesh)) for d in (jnp.int32, jnp.bool_))
+    places = jax.tree.map(lambda x: x.sharding, state)
+    return jax.jit(decode, donate_argnums=1, out_shardings=places).lower(models, state, limit, yield_slots)
+
+
+def account(job: Job, shape: MeshShape) -> Account:
+    """Of one cycle."""
+    mesh = abstract_mesh(shape)
+    target = dict(named(abstract_model(job.target, job.dtype, mesh)[1]))
+    head = dict(named(abstract_model(job.draft, job.dtype, mesh)[1])) if job.draft is not None else {}
+    state = abstract_state(job, mesh)
+    window = engine_config(job).speculation.window
+    tokens = job.batch // shape.data * window
+    delta = [x for x in state.target.layers if isinstance(x, DeltaState)]
+    pages = [x for x in state.target.layers if not isinstance(x, DeltaState)]
+    draft_pages = held(state.drafter.layers) if state.drafter is not None else 0.0
+    caches = {"keys and values": held(pages), "delta-rule states": held(delta), "the head's cache": draft_pages}
+    parts = {
+        "target": held(target), "head": held(head), **caches,
+        "tokens and parameters": held(state) - sum(caches.values()),
+        "temporaries": _temporaries(job, shape, target, tokens, window),
+    }  # fmt: skip
+    drafts = window - 1
+    used, active = _target_use(job.target, target, tokens)
+    head_used = {n: x for n, x in head.items() if not n.startswith(("embed_tokens", "d2t"))}
+    once = held({n: x for n, x in head_used.items() if n.startswith("fc.")})
+    read = used + once + drafts * (held(head_used) - once) + held(pages) + 2 * held(delta) + drafts * draft_pages
+    head_tokens = tokens + max(drafts - 1, 0) * job.batch // shape.data
+    flops = 2 * tokens * active + 2 * head_tokens * sum(elements(x) for x in head_used.values())
+    flops += _attention_flops(job, shape, tokens)
+    return Account(parts, flops, read, _moved(job, shape, tokens))
+
+
+def _target_use(config: TargetConfig, weights: dict[str, Any], tokens: int) -> tuple[float, float]:
+    """(bytes read, matrix elements that work on a token) on one device.
+
+    Of a mixture: the experts that so many tokens choose, if they choose evenly. A token uses its own part of them.
+    """
+    experts = {name: x for name, x in weights.items() if ".experts." in name}
+    lookup = {} if config.tie_word_embeddings else {"embed_tokens.weight": None}
+    others = {name: x for name, x in weights.items() if name not in experts and name not in lookup}
+    share = config.num_experts_per_tok / max(config.num_experts, 1)
+    seen = 1 - (1 - share) ** tokens
+    active = sum(elements(x) for x in others.values()) + share * sum(elements(x) for x in experts.values())
+    return held(others) + seen * held(experts), active
+
+
+def _attention_flops(job: Job, shape: MeshShape, tokens: int) -> float:
+    c = job.target
+    full = sum(kind != DELTA for kind in c.layer_types)
+    softmax = 4 * full * job.context * c.num_heads * c.head_dim
+    state = c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim
+    return tokens * (softmax + 6 * (c.num_layers - full) * state) / shape.tensor
+
+
+def _temporaries(job: Job, shape: MeshShape, weights: dict[str, Any], tokens: int, window: int) -> float:
+    """An estimate: logits and noise, attention weights, rows of experts; the compiled program knows better."""
+    c = job.target
+    vocab = c.vocab_size // (shape.tensor if c.vocab_size % shape.tensor == 0 else 1)
+    scores = tokens * job.context * c.num_heads // shape.tensor
+    experts = tokens * c.num_experts_per_tok * (c.hidden_size * 2 + 3 * c.moe_intermediate_size)
+    largest = max(held(x) for x in weights.values())
+    return 4.0 * (6 * tokens * vocab + 2 * scores + experts) + largest
+
+
+def _moved(job: Job, shape: MeshShape, tokens: int) -> float:
+    """Two sums a layer over the devices that share its matrices, one more over experts; the head's likewise."""
+    c = job.target
+    item = jnp.dtype(job.dtype).itemsize
+    shared = shape.tensor * shape.fsdp
+    ring = 2 * (shared - 1) / shared * item
+    experts = 2 * (shape.expert - 1) / shape.expert * 4 * sum(c.moe_layers)
+    head = 0 if job.draft is None else 3 * job.steps * job.draft.num_layers * job.draft.hidden_size
+    return tokens * c.hidden_size * (2 * c.num_layers * ring + experts) + tokens // max(job.steps, 1) * head * ring
