@@ -40,18 +40,17 @@ def open_scalars(recipe: Recipe, start: int) -> list[Scalars]:
 
 
 class TensorBoard:
-    """Event files in OUTPUT/tensorboard."""
+    """Event files in OUTPUT/tensorboard, written by a thread that is at most some seconds late."""
 
     def __init__(self, recipe: Recipe, start: int) -> None:
         import tensorboardX
 
         purge = {"purge_step": start + 1} if start else {}
-        self._writer = tensorboardX.SummaryWriter(str(Path(recipe.output) / "tensorboard"), **purge)
+        self._writer = tensorboardX.SummaryWriter(str(Path(recipe.output) / "tensorboard"), flush_secs=10, **purge)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()

@@ -44,9 +44,9 @@ def test_tensorboard_files_hold_what_was_written(tmp_path: Path) -> None:
     (writer,) = open_scalars(recipe(tmp_path, "tensorboard"), 0)
     writer.write(20, {"train/loss": 0.5, "train/acceptance_1": 0.75})
     writer.write(40, {"train/loss": 0.25})
+    writer.close()
     found = scalars(tmp_path / "tensorboard")
     assert found == [(20, "train/loss", 0.5), (20, "train/acceptance_1", 0.75), (40, "train/loss", 0.25)]
-    writer.close()
 
 
 def test_a_run_that_goes_on_replaces_what_it_does_again(tmp_path: Path) -> None:
