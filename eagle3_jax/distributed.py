@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from eagle3_jax.errors import UserError
 from eagle3_jax.rendezvous import Cluster, meet
@@ -82,6 +82,17 @@ def to_host(tree: Any) -> Any:
         return jax.device_get(x)
 
     return jax.tree.map(fetch, tree)
+
+
+def spread(x: Any, place: Sharding) -> jax.Array:
+    """An array that every process has whole, laid out over the devices of all.
+
+    As `jax.device_put`, which however sends such an array to every host and compares.
+    """
+    if place.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return jax.device_put(x, place)
+    whole = np.asarray(x)
+    return jax.make_array_from_callback(whole.shape, place, lambda index: whole[index])
 
 
 def from_first(value: np.ndarray | int) -> np.ndarray:
@@ -158,7 +169,9 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _start(args: argparse.Namespace) -> bool:
-    """Starts jax.distributed where there are several processes. Whether it did."""
+    """Starts jax.distributed where there are several processes. Whether it runs."""
+    if jax.distributed.is_initialized():
+        return True
     if _given(args, "coordinator", os.environ) == AUTO or (cluster := cluster_of(args)) is None:
         found = getattr(args, "coordinator", None) == AUTO or is_pod()
         return found and _initialize(peer_timeout(args))

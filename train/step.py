@@ -14,6 +14,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from eagle3_jax.distributed import spread
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.errors import ConfigError
 from eagle3_jax.precision import join, matmul_precision, split
@@ -160,7 +161,7 @@ def make_model(
     model = Model(target_graph, tree, graph, drafter.config.aux_layers, num_steps, decay, dtype, remat, objective, mesh)
     if mesh is not None:
         place = lambda name, x: param_sharding(name.split("."), x.shape, mesh, drafter.config)  # noqa: E731
-        params = {name: jax.device_put(x, place(name, x)) for name, x in params.items()}
+        params = {name: spread(x, place(name, x)) for name, x in params.items()}
         frozen = dataclasses.replace(
             frozen, **{k: _replicate(getattr(frozen, k), mesh) for k in ("fixed", "draft_index")}
         )
@@ -168,7 +169,7 @@ def make_model(
 
 
 def _replicate(tree: Any, mesh: Mesh) -> Any:
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+    return jax.tree.map(lambda x: spread(x, NamedSharding(mesh, PartitionSpec())), tree)
 
 
 def put_batch(batch: Batch, mesh: Mesh | None) -> Inputs:
