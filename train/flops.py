@@ -7,7 +7,8 @@ A multiplication and an addition are two operations; nothing that is computed ag
   + attention: 2 for each product of query and key and of weight and value, three times that in the drafter, which has a
     backward pass; of the delta rule, the three products with the state S that its recurrence needs
 
-A tied embedding counts once, as output projection. In offline mode the target's part is its output projection for the
+A tied embedding counts once, as output projection. Every matrix of the head is trained; one that were frozen would cost
+4 and not 6. In offline mode the target's part is its output projection for the
 draft vocabulary alone.
 """
 
@@ -30,9 +31,10 @@ from train.data.conversations import Row
 # Dense bfloat16 operations a second of one jax device, from the makers' data sheets; the first name contained in
 # `device_kind` counts. A TPU v7 chip is two devices.
 PEAKS = (
-    ("B200", 2250e12),
     ("GB200", 2500e12),
+    ("B200", 2250e12),
     ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
     ("H100", 989e12),
     ("H200", 989e12),
     ("GH200", 989e12),

@@ -104,6 +104,8 @@ def test_visible_keys_of_rows_and_of_segments() -> None:
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H200", 989e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA B200", 2250e12),
         ("TPU v5 lite", 197e12),
         ("TPU v5", 459e12),
         ("TPU v5p", 459e12),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ from train.step import Inputs, make_model
 TIED = {**CONFIG, "tie_word_embeddings": True, "rope_theta": 5e5, "max_position_embeddings": 96}
 
 
+@cache
+def target() -> Target:
+    return sharpened(make_target())
+
+
 def inputs(length: int = 10, padding: int = 0) -> Inputs:
     tokens = jnp.pad(random_tokens(0, 2, length), ((0, 0), (0, padding)), constant_values=7)
     mask = jnp.pad(jnp.ones((2, length), bool).at[0, :4].set(False), ((0, 0), (0, padding)))
@@ -35,10 +41,9 @@ def inputs(length: int = 10, padding: int = 0) -> Inputs:
 
 def test_one_step_is_the_first_of_several() -> None:
     """A trainer of one step fed tokens and teacher unshifted, another task than drafting."""
-    target, drafter = sharpened(make_target()), make_drafter()
     sums = []
-    for steps in (1, 3):
-        model, params, frozen = make_model(target, drafter, num_steps=steps)
+    for steps in (1, 2):
+        model, params, frozen = make_model(target(), make_drafter(), num_steps=steps)
         sums.append(jax.jit(model.sums)(params, frozen, inputs()))
     for field in ("loss", "counted", "supervised", "hits"):
         assert_close(getattr(sums[0], field), getattr(sums[1], field)[:1], name=field)
@@ -46,7 +51,7 @@ def test_one_step_is_the_first_of_several() -> None:
 
 def test_padding_changes_no_figure() -> None:
     """Accuracies that were divided by padded positions depended on the shape of the batch."""
-    model, params, frozen = make_model(sharpened(make_target()), make_drafter(), num_steps=3)
+    model, params, frozen = make_model(target(), make_drafter(), num_steps=2)
     compute = jax.jit(jax.value_and_grad(model.loss, has_aux=True))
     (loss, sums), grads = compute(params, frozen, inputs(padding=6))
     (want_loss, want_sums), want = compute(params, frozen, inputs())
@@ -60,7 +65,7 @@ def test_several_layers_with_recomputation_learn_what_they_learn_without() -> No
     drafter = make_drafter(num_layers=2)
     gradients = []
     for remat in (True, False):
-        model, params, frozen = make_model(sharpened(make_target()), drafter, num_steps=3, remat=remat)
+        model, params, frozen = make_model(target(), drafter, num_steps=2, remat=remat)
         (loss, _), grads = jax.jit(jax.value_and_grad(model.loss, has_aux=True))(params, frozen, inputs())
         assert np.isfinite(loss)
         gradients.append(grads)
@@ -131,7 +136,7 @@ def test_going_on_from_a_head_keeps_its_map_and_layers(run: dict[str, Any], tmp_
 
 def test_a_step_leaves_out_what_another_turn_has_said() -> None:
     """A mask that was shifted with the tokens, or not at all, trained the first token of each answer or never did."""
-    model, params, frozen = make_model(make_target(), make_drafter(), num_steps=2)
+    model, params, frozen = make_model(target(), make_drafter(), num_steps=2)
     mask = jnp.zeros((1, 10), bool).at[0, 4:7].set(True).at[0, 8:10].set(True)
     one = dataclasses.replace(inputs(), tokens=random_tokens(0, 1, 10), mask=mask)
     supervised = jax.jit(model.sums)(params, frozen, one).supervised
