@@ -8,8 +8,7 @@ A multiplication and an addition are two operations; nothing that is computed ag
     backward pass; of the delta rule, the three products with the state S that its recurrence needs
 
 A tied embedding counts once, as output projection. Every matrix of the head is trained; one that were frozen would cost
-4 and not 6. In offline mode the target's part is its output projection for the
-draft vocabulary alone.
+4 and not 6. In offline mode the target's part is its output projection for the draft vocabulary alone.
 """
 
 from __future__ import annotations
