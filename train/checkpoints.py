@@ -8,6 +8,7 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -144,6 +145,17 @@ class Checkpoints:
         """Waits, as `wait` does."""
         with storage_errors(self.place, "written"):
             self._manager.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """After an error what is being written is waited for, but not other processes, which may be gone."""
+        if error is None:
+            self.close()
+        elif isinstance(error, Exception) and jax.process_count() == 1:
+            with contextlib.suppress(UserError):
+                self.close()
 
 
 def _as_tree(state: TrainState, d2t: np.ndarray) -> dict[str, Any]:

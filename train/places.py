@@ -15,7 +15,7 @@ from eagle3_jax.distributed import from_first, is_first
 from eagle3_jax.errors import UserError
 
 UNFINISHED = ".orbax-checkpoint-tmp"
-FULL = re.compile(r"no space left|quota exceeded|file too large|os_error_code='(28|122|27)'", re.IGNORECASE)
+FULL = re.compile("no space left( on device)?|quota exceeded|file too large", re.IGNORECASE)
 
 
 def checkpoint_place(output: Path, place: str | None) -> str:

@@ -37,7 +37,7 @@ from train.data.inputs import check_inputs
 from train.data.mask import ChatRenderer
 from train.data.packing import filled, pack_rows
 from train.data.renderer import load_renderer
-from train.data.shards import ShardFolder
+from train.data.shards import ShardFolder, disk_errors
 from train.data.stored import check_head, load_ends, open_stored, stored_rows
 from train.data.vocab import count_supervised, coverage
 from train.evaluate import Answer, answers_of
@@ -45,7 +45,7 @@ from train.flops import Work, flops_per_token, mean_visible, total_peak
 from train.head import check_exportable, draft_config, draft_vocab, existing_head, new_head, planned_config
 from train.held_out import HeldOut
 from train.layout import optimizer_shardings
-from train.loop import Loop, TrainingError
+from train.loop import Loop
 from train.metrics import read_metrics
 from train.objective import Objective
 from train.optim import learning_rate, make_optimizer
@@ -206,26 +206,23 @@ class _Run:
 
     def go(self, *, quiet: bool) -> int:
         """Restores, trains, exports. Returns 0, or 128 + the signal that ended it early."""
-        described = describe_run(self.recipe, self.num_steps, self.data.rows, self.head.config)
-        checkpoints = Checkpoints(self.output, self.recipe.keep, described, self.recipe.checkpoints)
-        start = checkpoints.latest() or 0
-        if start:
-            self.state = checkpoints.restore(start, self.state, self.d2t)
-        if is_first():
-            (self.output / "recipe.yaml").write_text(to_yaml(self.recipe), encoding="utf-8")
-        begun = time.monotonic()
-        with self._progress(start, quiet) as progress:
-            try:
+        r = self.recipe
+        described = describe_run(r, self.num_steps, self.data.rows, self.head.config)
+        with Checkpoints(self.output, r.keep, described, r.checkpoints) as checkpoints, disk_errors(self.output):
+            start = checkpoints.latest() or 0
+            if start:
+                self.state = checkpoints.restore(start, self.state, self.d2t)
+            if is_first():
+                (self.output / "recipe.yaml").write_text(to_yaml(r), encoding="utf-8")
+            begun = time.monotonic()
+            with self._progress(start, quiet) as progress:
                 state, done, signal = self._loop(checkpoints, progress).run(self.state, start, self.num_steps)
-            except TrainingError:
-                checkpoints.close()
-                raise
-            checkpoints.close()
-            if signal is not None and done < self.num_steps:
-                return 128 + signal
-            self._finish(state, time.monotonic() - begun, done - start, progress)
-        if is_first():
-            plot_acceptance(self.output, (lambda _: None) if quiet else tqdm.write)
+                checkpoints.wait()
+                if signal is not None and done < self.num_steps:
+                    return 128 + signal
+                self._finish(state, time.monotonic() - begun, done - start, progress)
+            if is_first():
+                plot_acceptance(self.output, (lambda _: None) if quiet else tqdm.write)
         return 0
 
     def _progress(self, start: int, quiet: bool) -> contextlib.closing[Progress]:

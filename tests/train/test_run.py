@@ -151,6 +151,17 @@ def test_a_mesh_changes_nothing_and_a_run_moves_between_meshes(make_recipe: Any,
     assert train(make_recipe(f"output={tmp_path / 'm'}", "train_steps=4"), quiet=True) == 0
 
 
+def test_a_full_disk_ends_the_run_without_loss(make_recipe: Any) -> None:
+    recipe = make_recipe("train_steps=4", "save_every=2")
+    output = Path(recipe.output)
+    output.mkdir()
+    (output / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=f"cannot write to {output}: No space left on device; make room and give"):
+        train(recipe, quiet=True)
+    (output / "metrics.jsonl").unlink()
+    assert train(recipe, quiet=True) == 0 and (output / "head").is_dir()
+
+
 def test_goes_on_from_an_existing_head(make_recipe: Any, tmp_path: Path, target_folder: Path) -> None:
     train(make_recipe("train_steps=30", "log_every=10"), quiet=True)
     again = make_recipe(
