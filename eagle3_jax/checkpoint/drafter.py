@@ -22,6 +22,7 @@ from eagle3_jax.checkpoint.problems import CheckpointError
 from eagle3_jax.checkpoint.safetensors_file import TensorInfo
 from eagle3_jax.checkpoint.vocab_map import Reading
 from eagle3_jax.config import DraftConfig, TargetConfig
+from eagle3_jax.distributed import to_host
 from eagle3_jax.drafters.eagle3 import Eagle3
 
 
@@ -99,4 +100,4 @@ class _Rows:
         self.array, self.shape = array, tuple(array.shape)
 
     def __getitem__(self, rows: slice) -> np.ndarray[Any, Any]:
-        return np.asarray(self.array[rows])
+        return to_host(self.array[rows])
