@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.attention import tpu as attention
 from pallas_kernels.attention import write_tpu
-from pallas_kernels.gated_delta import Pending
+from pallas_kernels.gated_delta import Pending, chunked_tpu
 from pallas_kernels.gated_delta import tpu as gated_delta
 from pallas_kernels.verification import Sampling
 from pallas_kernels.verification import tpu as verification_tpu
@@ -66,6 +66,13 @@ def delta_step(shape: Shape, batch: int, window: int) -> Case:
     return Case(gated_delta.step, (state, pending, q, k, vectors(shape.value_heads), gates, gates), (0,), gated_delta)
 
 
+def delta_chunked(shape: Shape, batch: int, tokens: int) -> Case:
+    vectors = lambda heads: _abstract(batch, tokens, heads, 128)
+    q, v, gates = vectors(shape.key_heads), vectors(shape.value_heads), _abstract(batch, tokens, shape.value_heads)
+    state = _abstract(batch, shape.value_heads, 128, 128)
+    return Case(chunked_tpu.chunked, (q, q, v, gates, gates, state), (5,), chunked_tpu)
+
+
 def verification(shape: Shape, batch: int, window: int) -> Case:
     number, integer = _abstract(batch), _abstract(batch, dtype=jnp.int32)
     stop_ids, no_stop = _abstract(batch, 16, dtype=jnp.int32), _abstract(batch, window, dtype=jnp.bool_)
@@ -91,12 +98,14 @@ def write_pages(shape: Shape, batch: int, tokens: int, length: int = 8192, page_
     return Case(write_tpu.write_pages, (pool, values, table, positions, valid), (0,), write_tpu)
 
 
-KERNELS: dict[str, Callable[[Shape, int, int], Case]] = {
-    "gated_delta.step": delta_step,
-    "verification.verify": verification,
-    "attention.paged_attention": paged_attention,
-    "attention.write_pages": write_pages,
+KERNELS: dict[str, tuple[Callable[[Shape, int, int], Case], tuple[int, ...]]] = {
+    "gated_delta.step": (delta_step, (1, 4, 16)),
+    "gated_delta.chunked": (delta_chunked, (512,)),
+    "verification.verify": (verification, (1, 4, 8, 16)),
+    "attention.paged_attention": (paged_attention, (1, 4, 16, 512)),
+    "attention.write_pages": (write_pages, (4, 512)),
 }
+"""What builds a case, and the tokens of a window or a chunk of prompt to build it for."""
 
 
 def compile_for(case: Case, chip: str) -> Any:
@@ -131,17 +140,20 @@ def _wanted(error: str) -> int:
 
 
 def rows(batch: int = 8) -> Iterator[str]:
-    for kernel, build in KERNELS.items():
-        for shape in dict.fromkeys(MODELS.values()):
-            for window in (1, 4, 8, 16):
-                yield _row(kernel, build(shape, batch, window), shape, window)
+    for kernel, (build, sizes) in KERNELS.items():
+        for tokens in sizes:
+            models: dict[Any, list[str]] = {}
+            for name, shape in MODELS.items():
+                models.setdefault(str(build(shape, batch, tokens).args), []).append(name)
+            for same in models.values():
+                yield _row(kernel, build(MODELS[same[0]], batch, tokens), same, tokens)
 
 
-def _row(kernel: str, case: Case, shape: Shape, window: int) -> str:
-    models = ", ".join(name.removeprefix("Qwen3.5-") for name, other in MODELS.items() if other == shape)
+def _row(kernel: str, case: Case, models: list[str], tokens: int) -> str:
+    names = "all" if len(models) == len(MODELS) else ", ".join(name.removeprefix("Qwen3.5-") for name in models)
     vmem = " / ".join(f"{vmem_megabytes(case, chip):.1f}" for chip in CHIPS)
     hbm = " / ".join(f"{hbm_bytes(compile_for(case, chip)) / 2**20:.1f}" for chip in CHIPS)
-    return f"| {kernel} | {models} | {window} | {vmem} | {hbm} |"
+    return f"| {kernel} | {names} | {tokens} | {vmem} | {hbm} |"
 
 
 def _abstract(*shape: int, dtype: Any = jnp.float32) -> Any:
@@ -149,6 +161,7 @@ def _abstract(*shape: int, dtype: Any = jnp.float32) -> Any:
 
 
 if __name__ == "__main__":
-    print("| kernel | Qwen3.5 | window | VMEM, MiB | HBM bytes, MiB |\n| --- | --- | --- | --- | --- |")
+    chips = " / ".join(CHIPS)
+    print(f"| kernel | Qwen3.5 | tokens | VMEM, MiB, {chips} | HBM, MiB, {chips} |\n| --- | --- | --- | --- | --- |")
     for line in rows():
         print(line, flush=True)

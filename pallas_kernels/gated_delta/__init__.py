@@ -12,9 +12,48 @@ from jax import Array
 
 from pallas_kernels import dispatch
 from pallas_kernels.gated_delta import reference
-from pallas_kernels.gated_delta.reference import Pending, chunked, fold, recurrent, window
+from pallas_kernels.gated_delta.reference import Pending, fold, recurrent, window
 
 __all__ = ["Pending", "chunked", "fold", "recurrent", "step", "window"]
+
+
+def chunked(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    state: Array,
+    *,
+    segment_ids: Array | None = None,
+    chunk: int = 64,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """The rule over a whole row, a chunk of tokens at a time.
+
+    Args:
+      q, k: [B,T,K,M], normed, q scaled. v: [B,T,K*R,P]. g, beta: [B,T,K*R], both 0 on padding. state: [B,K*R,M,P], what
+        the first token's segment starts from. segment_ids: [B,T] int32 of packed rows.
+      chunk: tokens of a chunk of the reference, whose result does not depend on it.
+      implementation: see `pallas_kernels.dispatch`. "tpu" has no gradients and takes no packed rows; the state stays in
+        vector memory from the first chunk to the last. Not timed.
+
+    Returns:
+      outputs [B,T,K*R,P] and the last token's state, float32.
+    """
+
+    def plain(*args: Array, segment_ids: Array | None) -> tuple[Array, Array]:
+        return reference.chunked(*args, segment_ids=segment_ids, chunk=chunk)
+
+    implementations = {"reference": plain, "tpu": _chunked_tpu}
+    args = (q, k, v, g, beta, state)
+    return dispatch.call("gated_delta.chunked", implementation, implementations, *args, segment_ids=segment_ids)
+
+
+def _chunked_tpu(*args: Array, segment_ids: Array | None) -> tuple[Array, Array]:
+    from pallas_kernels.gated_delta import chunked_tpu  # Pallas takes a while to import
+
+    return chunked_tpu.chunked(*args, segment_ids=segment_ids)
 
 
 def step(

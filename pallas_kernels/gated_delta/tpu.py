@@ -7,7 +7,6 @@ the matrix unit in float32; decays and the triangular solve on the vector unit.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -32,16 +31,18 @@ def step(
     Raises NotImplementedError for widths that are no multiple of 128, windows beyond 16, states that are not float32
     and heads too many for the vector memory. `interpret`: as of `pl.pallas_call`.
     """
-    _check(state, pending, k)
+    check_state(state, k.shape[2])
+    if max(k.shape[1], pending.keys.shape[1]) > MAX_WINDOW:
+        raise NotImplementedError(f"windows of {pending.keys.shape[1]} and {k.shape[1]} tokens; at most {MAX_WINDOW}")
     batch, heads, key_width, value_width = state.shape
-    block_keys = _key_heads_per_block(k.shape[2])
+    block_keys = key_heads_per_block(k.shape[2])
     block = block_keys * heads // k.shape[2]
 
     vectors = lambda x, n: pl.BlockSpec((None, x.shape[1], n, x.shape[3]), lambda b, h, _: (b, 0, h, 0))
     gates = lambda x: pl.BlockSpec((None, block, x.shape[2]), lambda b, h, _: (b, h, 0))
     states = pl.BlockSpec((None, block, key_width, value_width), lambda b, h, _: (b, h, 0, 0))
-    by_head = functools.partial(jnp.swapaxes, axis1=1, axis2=2)  # tokens last, in the lanes
-    decay, g, beta = (by_head(x.astype(jnp.float32)) for x in (pending.log_decay, g, beta))
+    last = lambda tokens: jnp.swapaxes(tokens.astype(jnp.float32), 1, 2)  # tokens in the lanes
+    decay, g, beta = (last(x) for x in (pending.log_decay, g, beta))
 
     like_v = jax.ShapeDtypeStruct(v.shape, jnp.float32)
     out, updates, state = pl.pallas_call(
@@ -66,20 +67,19 @@ def step(
     return out, updates, state
 
 
-def _check(state: Array, pending: Pending, k: Array) -> None:
-    _, heads, key_width, value_width = state.shape
+def check_state(state: Array, key_heads: int) -> None:
+    """Raises NotImplementedError for a state that no kernel here takes."""
+    key_width, value_width = state.shape[2:]
     if state.dtype != jnp.float32:
         raise NotImplementedError(f"the state must be float32, not {state.dtype}")
     if key_width % 128 or value_width % 128:
         raise NotImplementedError(f"head widths {key_width} and {value_width} are no multiples of 128")
-    if max(k.shape[1], pending.keys.shape[1]) > MAX_WINDOW:
-        raise NotImplementedError(f"windows of {pending.keys.shape[1]} and {k.shape[1]} tokens; at most {MAX_WINDOW}")
-    size = math.prod(state.shape[1:]) * 4 * _key_heads_per_block(k.shape[2]) // k.shape[2]
+    size = math.prod(state.shape[1:]) * 4 * key_heads_per_block(key_heads) // key_heads
     if size > MAX_STATE_BYTES:
         raise NotImplementedError(f"{size} bytes of state for each row and 8 key heads; at most {MAX_STATE_BYTES}")
 
 
-def _key_heads_per_block(key_heads: int) -> int:
+def key_heads_per_block(key_heads: int) -> int:
     """A block's second last axis must be a multiple of 8 or the whole axis."""
     return 8 if key_heads % 8 == 0 else key_heads
 
@@ -90,15 +90,15 @@ def _kernel(
 ) -> None:  # fmt: skip
     repeats = state.shape[0] // k.shape[1]
     folded = _fold(
-        state[...], _by_head(old_keys, repeats), _by_head(old_updates), old_decay[...], count[pl.program_id(0)]
+        state[...], by_head(old_keys, repeats), by_head(old_updates), old_decay[...], count[pl.program_id(0)]
     )
     new_state[...] = folded
-    u, o = _window(folded, _by_head(q, repeats), _by_head(k, repeats), _by_head(v), g[...], beta[...])
+    u, o = _window(folded, by_head(q, repeats), by_head(k, repeats), by_head(v), g[...], beta[...])
     updates[...] = jnp.swapaxes(u, 0, 1)
     out[...] = jnp.swapaxes(o, 0, 1)
 
 
-def _by_head(tokens: Any, repeats: int = 1) -> Array:
+def by_head(tokens: Any, repeats: int = 1) -> Array:
     """[C,N,M] -> [N*repeats,C,M] float32."""
     x = jnp.swapaxes(tokens[...].astype(jnp.float32), 0, 1)
     return x if repeats == 1 else jnp.repeat(x, repeats, axis=0)
@@ -106,7 +106,7 @@ def _by_head(tokens: Any, repeats: int = 1) -> Array:
 
 def _fold(state: Array, keys: Array, updates: Array, log_decay: Array, count: Array) -> Array:
     """state [N,M,P], keys [N,C,M], updates [N,C,P], log_decay [N,C]: the state after the first `count` tokens."""
-    row = _column(log_decay)  # [N,C,1]
+    row = column(log_decay)  # [N,C,1]
     token = jax.lax.broadcasted_iota(jnp.int32, row.shape, 1)
     row = jnp.where(token < count, row, 0.0)
     to_end = jnp.zeros_like(row)
@@ -114,7 +114,7 @@ def _fold(state: Array, keys: Array, updates: Array, log_decay: Array, count: Ar
         to_end = to_end + jnp.where(token < i, row[:, i : i + 1], 0.0)
     total = to_end[:, :1] + row[:, :1]
     weighted = jnp.where(token < count, jnp.exp(to_end) * updates, 0.0)
-    return state * jnp.exp(total) + _dot(keys, weighted, ((1,), (1,)))
+    return state * jnp.exp(total) + dot(keys, weighted, ((1,), (1,)))
 
 
 def _window(state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array) -> tuple[Array, Array]:
@@ -124,7 +124,7 @@ def _window(state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array) -
     its own and later tokens' outputs is taken out of them.
     """
     size = k.shape[1]
-    g, beta = _column(g), _column(beta)
+    g, beta = column(g), column(beta)
     i = jax.lax.broadcasted_iota(jnp.int32, (1, size, size), 1)
     j = jax.lax.broadcasted_iota(jnp.int32, (1, size, size), 2)
     # G_i - G_j, each summed on its own: see the reference.
@@ -135,10 +135,10 @@ def _window(state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array) -
     decay = jnp.exp(jnp.where(j <= i, sums, -jnp.inf))
     from_start = jnp.exp(from_start)
 
-    lower = jnp.where(j < i, _dot(k, k, ((2,), (2,))) * decay * beta, 0.0)
-    scores = _dot(q, k, ((2,), (2,))) * decay
-    u = beta * (v - from_start * _dot(k, state, ((2,), (1,))))
-    out = from_start * _dot(q, state, ((2,), (1,)))
+    lower = jnp.where(j < i, dot(k, k, ((2,), (2,))) * decay * beta, 0.0)
+    scores = dot(q, k, ((2,), (2,))) * decay
+    u = beta * (v - from_start * dot(k, state, ((2,), (1,))))
+    out = from_start * dot(q, state, ((2,), (1,)))
     for n in range(size):
         solved = u[:, n : n + 1]
         out = out + scores[:, :, n : n + 1] * solved
@@ -146,7 +146,7 @@ def _window(state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array) -
     return u, out
 
 
-def _column(gates: Array) -> Array:
+def column(gates: Array) -> Array:
     """[N,C] -> [N,C,1]: from the lanes to the sublanes."""
     size = gates.shape[1]
     i = jax.lax.broadcasted_iota(jnp.int32, (1, size, size), 1)
@@ -154,7 +154,7 @@ def _column(gates: Array) -> Array:
     return jnp.sum(jnp.where(i == j, gates[:, None, :], 0.0), axis=2, keepdims=True)
 
 
-def _dot(a: Array, b: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
+def dot(a: Array, b: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
     return jax.lax.dot_general(
         a, b, (contract, ((0,), (0,))), precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )

@@ -13,6 +13,7 @@ from benchmarks.tpu_kernels import CHIPS, MODELS, compile_for, verification
 from infer import sampling as engine
 from infer.verify import verify_coupled
 from pallas_kernels.verification import Sampling, position_keys, reference, threefry, token_noise, tpu, verify
+from tests.helpers import assert_close
 from tests.kernels.on_tpu import copies, interpreted
 
 STOP = 7
@@ -118,7 +119,7 @@ def test_noise_of_some_tokens() -> None:
     x = rows(2, 3, 50, **KINDS["no filters"])
     ids = jnp.asarray([3, 0, 49])
     want = engine.gumbel_noise(x.state, x.positions, 50)[:, :, ids]
-    assert np.array_equal(token_noise(x.keys, ids[None, None]), want)
+    assert_close(token_noise(x.keys, ids[None, None]), want, 1e-6)  # the bits are the same; XLA's logarithms may not be
 
 
 def test_what_it_cannot_do() -> None:
