@@ -248,7 +248,8 @@ class _Run:
             part=own_rows(r.batch_size, batch_sharding(self.mesh)) if self.mesh and jax.process_count() > 1 else None,
         )
         return Loop(
-            step=make_step(self.model, self.optimizer, parts=r.accumulate), frozen=self.frozen, batches=batches,
+            step=make_step(self.model, self.optimizer, parts=r.accumulate, state=self.state), frozen=self.frozen,
+            batches=batches,
             save=lambda done, state: checkpoints.save(done, state, self.d2t), progress=progress,
             rate=learning_rate(r.optimizer, self.num_steps), output=self.output, save_every=r.save_every,
             mesh=self.mesh, evaluate=partial(self._evaluate, progress) if self.held_out else None,

@@ -234,8 +234,14 @@ def _sums_ahead(model: Model, params: Params, frozen: Frozen, part: Inputs) -> S
 Step = Callable[[TrainState, Frozen, Inputs], tuple[TrainState, Metrics]]
 
 
-def make_step(model: Model, optimizer: optax.GradientTransformation, *, parts: int = 1) -> Step:
-    """The jitted step, its batch computed in `parts`; the state given to it is donated."""
+def make_step(
+    model: Model, optimizer: optax.GradientTransformation, *, parts: int = 1, state: TrainState | None = None
+) -> Step:
+    """The jitted step, its batch computed in `parts`; the state given to it is donated.
+
+    state: on a mesh, one that lies as all are to lie. Without it what comes out lies alike, but says so in other words,
+    and the second step is compiled anew.
+    """
 
     def step(state: TrainState, frozen: Frozen, inputs: Inputs) -> tuple[TrainState, Metrics]:
         with matmul_precision(model.dtype), laid_out(model.mesh, "batch"):
@@ -245,4 +251,5 @@ def make_step(model: Model, optimizer: optax.GradientTransformation, *, parts: i
             params = optax.apply_updates(state.params, updates)
         return TrainState(params, opt_state), Metrics(loss, _norm(grads), sums)
 
-    return jax.jit(step, donate_argnums=0)
+    places = None if state is None or model.mesh is None else jax.tree.map(lambda x: x.sharding, state)
+    return jax.jit(step, donate_argnums=0, out_shardings=(places, None))

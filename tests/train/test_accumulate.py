@@ -90,9 +90,12 @@ def test_parts_on_a_mesh_take_rows_from_every_device() -> None:
         if mesh is not None:
             spread = jax.NamedSharding(mesh, jax.P("data"))
             inputs = jax.tree.map(lambda x, spread=spread: jax.device_put(x, spread), inputs)
-        step: Any = make_step(model, optimizer, parts=parts)
-        compiled = step.lower(TrainState(params, optimizer.init(params)), frozen, inputs).compile().as_text()
+        state = TrainState(params, optimizer.init(params))
+        step: Any = make_step(model, optimizer, parts=parts, state=state)
+        compiled = step.lower(state, frozen, inputs).compile().as_text()
         assert "all-to-all" not in compiled and "collective-permute" not in compiled
-        state, metrics = step(TrainState(params, optimizer.init(params)), frozen, inputs)
-        after.append((state.params, metrics.loss))
+        state, metrics = step(state, frozen, inputs)
+        after.append((jax.device_get(state.params), metrics.loss))
+        step(state, frozen, inputs)
+        assert step._cache_size() == 1, "the second step is the first one's program"
     jax.tree.map(lambda got, whole: assert_close(got, whole, rtol=5e-5), *after[::-1])
