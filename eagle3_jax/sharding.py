@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -106,16 +107,24 @@ def _grid(devices: list[Any], shape: tuple[int, ...]) -> np.ndarray:
 
 def logical_axes(path: Sequence[str]) -> tuple[str, ...]:
     """Logical axes of the parameter at `path`; () means replicated."""
-    name = ".".join(str(p) for p in path)
+    return _axes_of(".".join(str(p) for p in path))
+
+
+@functools.cache
+def _axes_of(name: str) -> tuple[str, ...]:
     return next((axes for pattern, axes in _PARAMETERS if re.search(rf"(^|\.){pattern}$", name)), ())
+
+
+@functools.cache
+def _heads_field(name: str) -> str:
+    return next((field for pattern, field in _HEADS if re.search(pattern, name)), "")
 
 
 def param_sharding(
     path: Sequence[str], shape: Sequence[int], mesh: Mesh, config: TargetConfig | DraftConfig | None = None
 ) -> NamedSharding:
     """Where a parameter of `shape` lies on `mesh`. With the model's `config`, heads are kept whole."""
-    axes, name = logical_axes(path), ".".join(str(p) for p in path)
-    field = next((field for pattern, field in _HEADS if re.search(pattern, name)), "")
+    axes, field = logical_axes(path), _heads_field(".".join(str(p) for p in path))
     heads = getattr(config, field, None) if field else None
     sizes = [heads if heads and axis == "heads" else size for axis, size in zip(axes, shape, strict=False)]
     return axes_sharding(axes, sizes, mesh)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +14,15 @@ from eagle3_jax.cache import DeltaState
 from eagle3_jax.config import DELTA, TargetConfig
 from eagle3_jax.meshes import MeshShape
 from eagle3_jax.planning.account import Account, Job
-from eagle3_jax.planning.shapes import abstract_mesh, abstract_model, elements, held, named, placed
+from eagle3_jax.planning.shapes import (
+    Weights,
+    abstract_mesh,
+    abstract_model,
+    count_weights,
+    held,
+    placed,
+    shortened,
+)
 from eagle3_jax.precision import matmul_precision
 from eagle3_jax.sharding import laid_out, replicated
 from infer.cycle import DecodeState, Speculation, run_cycles
@@ -27,6 +37,11 @@ def rows(shape: MeshShape) -> int:
     return shape.data
 
 
+def suits(shape: MeshShape) -> bool:
+    """Slots read whole rows of experts: a width cut by fsdp would have to be gathered first."""
+    return shape.fsdp == 1
+
+
 def default_batch(devices: int, context: int) -> int:
     """Slots of an engine, however many devices."""
     return 16
@@ -39,8 +54,13 @@ def engine_config(job: Job) -> EngineConfig:
 
 def abstract_state(job: Job, mesh: Any) -> DecodeState:
     """The state of a batch, as shapes with shardings."""
-    state = jax.eval_shape(lambda: empty_state(job.target, job.draft, engine_config(job)))
+    state = _empty(job)
     return placed(state, state_shardings(state, mesh))
+
+
+@functools.lru_cache(maxsize=64)
+def _empty(job: Job) -> DecodeState:
+    return jax.eval_shape(lambda: empty_state(job.target, job.draft, engine_config(job)))
 
 
 def lower(job: Job, mesh: Any) -> Any:
@@ -62,43 +82,46 @@ def lower(job: Job, mesh: Any) -> Any:
 def account(job: Job, shape: MeshShape) -> Account:
     """Of one cycle."""
     mesh = abstract_mesh(shape)
-    target = dict(named(abstract_model(job.target, job.dtype, mesh)[1]))
-    head = dict(named(abstract_model(job.draft, job.dtype, mesh)[1])) if job.draft is not None else {}
-    state = abstract_state(job, mesh)
+    target = count_weights(job.target, job.dtype, mesh)
+    head = Weights() if job.draft is None else count_weights(job.draft, job.dtype, mesh)
+    pages, delta, draft_pages, rest = _caches(job, mesh)
     window = engine_config(job).speculation.window
-    tokens = job.batch // shape.data * window
-    delta = [x for x in state.target.layers if isinstance(x, DeltaState)]
-    pages = [x for x in state.target.layers if not isinstance(x, DeltaState)]
-    draft_pages = held(state.drafter.layers) if state.drafter is not None else 0.0
-    caches = {"keys and values": held(pages), "delta-rule states": held(delta), "the head's cache": draft_pages}
+    tokens, drafts = job.batch // shape.data * window, window - 1
     parts = {
-        "target": held(target), "head": held(head), **caches,
-        "tokens and parameters": held(state) - sum(caches.values()),
-        "temporaries": _temporaries(job, shape, target, tokens, window),
+        "target": target.bytes, "head": head.bytes, "keys and values": pages, "delta-rule states": delta,
+        "the head's cache": draft_pages, "tokens and parameters": rest,
+        "temporaries": _temporaries(job, shape, target, tokens),
     }  # fmt: skip
-    drafts = window - 1
     used, active = _target_use(job.target, target, tokens)
-    head_used = {n: x for n, x in head.items() if not n.startswith(("embed_tokens", "d2t"))}
-    once = held({n: x for n, x in head_used.items() if n.startswith("fc.")})
-    read = used + once + drafts * (held(head_used) - once) + held(pages) + 2 * held(delta) + drafts * draft_pages
+    head = head.other("^(embed_tokens|d2t)")
+    once, each = head.named(r"^fc\."), head.other(r"^fc\.")
+    read = used + once.bytes + drafts * (each.bytes + draft_pages) + pages + 2 * delta
     head_tokens = tokens + max(drafts - 1, 0) * job.batch // shape.data
-    flops = 2 * tokens * active + 2 * head_tokens * sum(elements(x) for x in head_used.values())
-    flops += _attention_flops(job, shape, tokens)
+    flops = 2 * tokens * active + 2 * head_tokens * head.elements + _attention_flops(job, shape, tokens)
     return Account(parts, flops, read, _moved(job, shape, tokens))
 
 
-def _target_use(config: TargetConfig, weights: dict[str, Any], tokens: int) -> tuple[float, float]:
+def _caches(job: Job, mesh: Any) -> tuple[float, float, float, float]:
+    """Bytes on one device: keys and values, delta-rule states, the head's keys and values, all the rest."""
+    short, times = shortened(job.target)
+    state = abstract_state(dataclasses.replace(job, target=short), mesh)
+    sizes = [(isinstance(x, DeltaState), held(x), n) for x, n in zip(state.target.layers, times, strict=True)]
+    drafter = 0.0 if state.drafter is None else held(state.drafter.layers)
+    rest = held(state) - drafter - sum(size for _, size, _ in sizes)
+    kinds = [sum(size * n for is_delta, size, n in sizes if is_delta == kind) for kind in (False, True)]
+    return kinds[0], kinds[1], drafter, rest
+
+
+def _target_use(config: TargetConfig, weights: Weights, tokens: int) -> tuple[float, float]:
     """(bytes read, matrix elements that work on a token) on one device.
 
     Of a mixture: the experts that so many tokens choose, if they choose evenly. A token uses its own part of them.
     """
-    experts = {name: x for name, x in weights.items() if ".experts." in name}
-    lookup = {} if config.tie_word_embeddings else {"embed_tokens.weight": None}
-    others = {name: x for name, x in weights.items() if name not in experts and name not in lookup}
+    lookup = "^$" if config.tie_word_embeddings else "^embed_tokens"
+    experts, others = weights.named(r"\.experts\."), weights.other(r"\.experts\.|" + lookup)
     share = config.num_experts_per_tok / max(config.num_experts, 1)
     seen = 1 - (1 - share) ** tokens
-    active = sum(elements(x) for x in others.values()) + share * sum(elements(x) for x in experts.values())
-    return held(others) + seen * held(experts), active
+    return others.bytes + seen * experts.bytes, others.elements + share * experts.elements
 
 
 def _attention_flops(job: Job, shape: MeshShape, tokens: int) -> float:
@@ -109,13 +132,13 @@ def _attention_flops(job: Job, shape: MeshShape, tokens: int) -> float:
     return tokens * (softmax + 6 * (c.num_layers - full) * state) / shape.tensor
 
 
-def _temporaries(job: Job, shape: MeshShape, weights: dict[str, Any], tokens: int, window: int) -> float:
+def _temporaries(job: Job, shape: MeshShape, weights: Weights, tokens: int) -> float:
     """An estimate: logits and noise, attention weights, rows of experts; the compiled program knows better."""
     c = job.target
     vocab = c.vocab_size // (shape.tensor if c.vocab_size % shape.tensor == 0 else 1)
     scores = tokens * job.context * c.num_heads // shape.tensor
     experts = tokens * c.num_experts_per_tok * (c.hidden_size * 2 + 3 * c.moe_intermediate_size)
-    largest = max(held(x) for x in weights.values())
+    largest = max(w.bytes for w in weights)
     return 4.0 * (6 * tokens * vocab + 2 * scores + experts) + largest
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
 from typing import Any
 
 import jax
@@ -12,7 +15,7 @@ from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.errors import ConfigError, UserError
 from eagle3_jax.meshes import MeshShape
 from eagle3_jax.planning.account import Account, Job
-from eagle3_jax.planning.shapes import abstract_mesh, abstract_model, elements, held, named, placed
+from eagle3_jax.planning.shapes import abstract_mesh, abstract_model, count_weights, named, placed
 from eagle3_jax.sharding import axes_sharding, replicated
 from train.flops import draft_parameters, flops_per_token, target_parameters
 from train.head import draft_config
@@ -32,6 +35,11 @@ def rows(shape: MeshShape) -> int:
     return shape.rows
 
 
+def suits(shape: MeshShape) -> bool:
+    """Any mesh is worth trying."""
+    return True
+
+
 def default_batch(devices: int, context: int) -> int:
     """Sequences, so that a device has 4096 tokens of its own."""
     return max(1, devices * TOKENS_A_DEVICE // context)
@@ -47,23 +55,18 @@ def default_head(target: TargetConfig) -> DraftConfig:
 
 
 def abstract_step(job: Job, mesh: Any) -> tuple[Model, tuple[TrainState, Frozen, Inputs]]:
-    """The model without its arrays and, as shapes with shardings, what a step takes: packed rows, online.
-
-    Raises:
-      UserError: no head is given.
-    """
-    if job.draft is None:
-        raise UserError("training plans for a head: it cannot be left out")
+    """The model without its arrays and, as shapes with shardings, what a step takes: packed rows, online."""
+    head = _head(job)
     target_graph, target = abstract_model(job.target, job.dtype, mesh)
     leaves, tree = jax.tree.flatten(target)
-    parts: tuple[Any, ...] = nnx.split(nnx.merge(*abstract_model(job.draft, jnp.float32, mesh)), is_trained, ...)
+    parts: tuple[Any, ...] = nnx.split(nnx.merge(*abstract_model(head, jnp.float32, mesh)), is_trained, ...)
     graph, trained, fixed = parts
     params = dict(named(trained))
     fixed_leaves, fixed_tree = jax.tree.flatten(fixed)
     draft = DraftGraph(graph, jax.tree.structure(trained), fixed_tree, tuple(params))
     optimizer = make_optimizer(OptimizerRecipe(), 1000)
     opt_state = placed(jax.eval_shape(optimizer.init, params), optimizer_shardings(optimizer, params, mesh))
-    teacher_shape = (job.target.hidden_size, job.draft.draft_vocab_size)
+    teacher_shape = (job.target.hidden_size, head.draft_vocab_size)
     teacher = _shape(teacher_shape, job.dtype, axes_sharding(("embed", "vocab"), teacher_shape, mesh))
     index = _shape((job.target.vocab_size,), jnp.int32, replicated(mesh))
     everywhere = placed(fixed_leaves, [replicated(mesh) for _ in fixed_leaves])
@@ -71,7 +74,7 @@ def abstract_step(job: Job, mesh: Any) -> tuple[Model, tuple[TrainState, Frozen,
     tokens, mask, segments = (_shape(batch, d, batch_sharding(mesh)) for d in (jnp.int32, jnp.bool_, jnp.int32))
     inputs = Inputs(tokens, mask, segments)
     model = Model(
-        target_graph, tree, draft, job.draft.aux_layers, job.steps, dtype=job.dtype, remat=True, mesh=mesh
+        target_graph, tree, draft, head.aux_layers, job.steps, dtype=job.dtype, remat=True, mesh=mesh
     )  # fmt: skip
     return model, (TrainState(params, opt_state), Frozen(leaves, everywhere, teacher, index), inputs)
 
@@ -89,48 +92,60 @@ def lower(job: Job, mesh: Any) -> Any:
 
 def account(job: Job, shape: MeshShape) -> Account:
     """Of one step, with remat."""
-    _, (state, frozen, _) = abstract_step(job, abstract_mesh(shape))
-    assert job.draft is not None
-    tokens = job.batch * job.context // shape.rows
-    gathered = held(frozen.target) * shape.fsdp
-    head = sum(elements(x) for x in state.params.values())
+    mesh, draft = abstract_mesh(shape), _head(job)
+    target = count_weights(job.target, job.dtype, mesh)
+    head = count_weights(draft, jnp.float32, mesh).other("^(embed_tokens|d2t)")
+    teacher_shape = (job.target.hidden_size, draft.draft_vocab_size)
+    teacher = math.prod(axes_sharding(("embed", "vocab"), teacher_shape, mesh).shard_shape(teacher_shape))
+    tokens, gathered = job.batch * job.context // shape.rows, target.bytes * shape.fsdp
     parts = {
-        "target": held(frozen.target),
-        "teacher": held(frozen.teacher),
-        "head, float32": held(state.params),
-        "optimizer": held(state.opt_state),
-        "fixed tables": held(frozen.fixed) + held(frozen.draft_index),
-        "temporaries": _temporaries(job, shape, tokens, head, gathered),
+        "target": target.bytes,
+        "teacher": teacher * jnp.dtype(job.dtype).itemsize,
+        "head, float32": head.bytes,
+        "optimizer": 2 * head.bytes,
+        "temporaries": _temporaries(job, shape, tokens, head.elements, gathered),
     }
     flops = tokens * _flops_per_token(job, shape) / shape.tensor
-    read = 2 * gathered + 32 * head + tokens * _activation_bytes(job) / shape.tensor
-    return Account(parts, flops, read, _moved(job, shape, tokens, head, held(frozen.target)))
+    read = 2 * gathered + 32 * head.elements + tokens * _activation_bytes(job) / shape.tensor
+    return Account(parts, flops, read, _moved(job, shape, tokens, head.elements, target.bytes))
+
+
+def _head(job: Job) -> DraftConfig:
+    if job.draft is None:
+        raise UserError("training plans for a head: it cannot be left out")
+    return job.draft
 
 
 def _flops_per_token(job: Job, shape: MeshShape) -> float:
     """With the drafter's forward pass computed twice, and of the experts each device's own part."""
-    assert job.draft is not None
-    whole = flops_per_token(job.target, job.draft, job.steps, job.context / 2)
-    once, each = draft_parameters(job.draft)
+    whole, once, each, experts = _work(dataclasses.replace(job, batch=0))
+    return whole + 2 * (once + job.steps * each) - 2 * experts * (1 - 1 / shape.expert)
+
+
+@functools.lru_cache(maxsize=64)
+def _work(job: Job) -> tuple[float, int, int, float]:
+    """Operations of a token; the head's parameters used once, and at each step; the experts' that a token uses."""
+    draft = _head(job)
+    whole = flops_per_token(job.target, draft, job.steps, job.context / 2)
+    once, each = draft_parameters(draft)
     share = job.target.num_experts_per_tok / max(job.target.num_experts, 1)
     experts = share * sum(size for name, size in target_parameters(job.target).items() if ".experts." in name)
-    return whole + 2 * (once + job.steps * each) - 2 * experts * (1 - 1 / shape.expert)
+    return whole, once, each, experts
 
 
 def _activation_bytes(job: Job) -> float:
     """Read and written for a token: a dozen states and two inner rows a layer; logits of teacher and drafter."""
     c, item = job.target, jnp.dtype(job.dtype).itemsize
-    assert job.draft is not None
+    draft = _head(job)
     wide = c.intermediate_size or c.num_experts_per_tok * c.moe_intermediate_size
     layers = c.num_layers * (12 * c.hidden_size + 4 * wide) * item
-    head = job.steps * 3 * (12 * job.draft.hidden_size + 4 * job.draft.intermediate_size) * item
-    return layers + head + 4 * (c.vocab_size + 3 * job.steps * job.draft.draft_vocab_size)
+    head = job.steps * 3 * (12 * draft.hidden_size + 4 * draft.intermediate_size) * item
+    return layers + head + 4 * (c.vocab_size + 3 * job.steps * draft.draft_vocab_size)
 
 
 def _temporaries(job: Job, shape: MeshShape, tokens: int, head: float, gathered: float) -> float:
     """An estimate: gathered layers, states that are kept, a layer's inner rows, gradients, chunks of logits."""
-    c, d, item = job.target, job.draft, jnp.dtype(job.dtype).itemsize
-    assert d is not None
+    c, d, item = job.target, _head(job), jnp.dtype(job.dtype).itemsize
     layers = 2 * gathered / c.num_layers if shape.fsdp > 1 else 0.0
     kept = (len(d.aux_layers) + 3 + 2 * job.steps) * d.hidden_size + 2 * job.steps * d.num_kv_heads * d.head_dim
     wide = max(c.intermediate_size, c.num_experts_per_tok * (c.moe_intermediate_size + 2 * c.hidden_size))
@@ -140,13 +155,12 @@ def _temporaries(job: Job, shape: MeshShape, tokens: int, head: float, gathered:
 
 def _moved(job: Job, shape: MeshShape, tokens: int, head: float, target: float) -> float:
     """Gathered matrices, summed gradients, and the sums over tensor and expert that every layer makes."""
-    c, item = job.target, jnp.dtype(job.dtype).itemsize
-    assert job.draft is not None
+    c, d, item = job.target, _head(job), jnp.dtype(job.dtype).itemsize
     fsdp, along = shape.fsdp, shape.rows
     gathers = (fsdp - 1) * (target + 2 * item * head)
     gradients = 2 * (along - 1) / along * 4 * head * fsdp
     sums = 2 * (shape.tensor - 1) / shape.tensor * item * tokens
     target_sums = 2 * c.num_layers * c.hidden_size * sums
-    head_sums = 6 * job.steps * job.draft.num_layers * job.draft.hidden_size * sums
+    head_sums = 6 * job.steps * d.num_layers * d.hidden_size * sums
     experts = 2 * (shape.expert - 1) / shape.expert * 4 * tokens * c.hidden_size * sum(c.moe_layers)
     return gathers + gradients + target_sums + head_sums + experts

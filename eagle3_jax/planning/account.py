@@ -72,7 +72,8 @@ class Mode(Protocol):
     """A kind of step: `infer.plan` and `train.plan` are two. They are modules, and offer these names.
 
     UNIT: what one step is called. DEFAULT_STEPS: of a job. account: by our own counts. lower: the real step on a mesh.
-    rows: over how many parts a batch must be divisible. default_batch: for so many devices.
+    rows: over how many parts a batch must be divisible. suits: whether a mesh is worth trying, though others can be
+    asked for. default_batch: for so many devices.
     """
 
     UNIT: str
@@ -81,17 +82,19 @@ class Mode(Protocol):
     def account(self, job: Job, shape: MeshShape) -> Account: ...
     def lower(self, job: Job, mesh: Any) -> Any: ...
     def rows(self, shape: MeshShape) -> int: ...
+    def suits(self, shape: MeshShape) -> bool: ...
     def default_batch(self, devices: int, context: int) -> int: ...
 
 
 def shapes(mode: Mode, job: Job, devices: int) -> list[MeshShape]:
-    """Every mesh of exactly so many devices that models and batch can have."""
+    """Every mesh of exactly so many devices that suits the mode and that models and batch can have."""
     found = []
     for tensor in _divisors(devices):
         for expert in _divisors(devices // tensor) if job.target.num_experts else [1]:
             left = devices // tensor // expert
             found += [MeshShape(left // fsdp, fsdp, expert, tensor) for fsdp in _divisors(left)]
-    return [s for s in found if not problems(s, devices, job.target, job.draft) and job.batch % mode.rows(s) == 0]
+    possible = [s for s in found if mode.suits(s) and job.batch % mode.rows(s) == 0]
+    return [s for s in possible if not problems(s, devices, job.target, job.draft)]
 
 
 def _divisors(n: int) -> list[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,7 +19,7 @@ from jax.typing import DTypeLike
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.meshes import MeshShape
-from eagle3_jax.sharding import AXES, model_shardings
+from eagle3_jax.sharding import AXES, model_shardings, param_sharding
 from eagle3_jax.target import Target
 
 
@@ -60,3 +62,66 @@ def named(state: Any) -> Iterable[tuple[str, Any]]:
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
         yield ".".join(name for name in names if name != "value"), x
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """An array of so many layers, each of which has `elements` of it on one device."""
+
+    name: str
+    elements: int
+    bytes: int
+    times: int
+
+
+class Weights(tuple[Weight, ...]):
+    """Of a model, counted."""
+
+    @property
+    def elements(self) -> float:
+        return math.fsum(w.elements * w.times for w in self)
+
+    @property
+    def bytes(self) -> float:
+        return math.fsum(w.bytes * w.times for w in self)
+
+    def named(self, pattern: str) -> Weights:
+        return Weights(w for w in self if re.search(pattern, w.name))
+
+    def other(self, pattern: str) -> Weights:
+        return Weights(w for w in self if not re.search(pattern, w.name))
+
+
+def count_weights(config: TargetConfig | DraftConfig, dtype: DTypeLike, mesh: Any) -> Weights:
+    """A model's arrays on one device of a mesh. Of layers that are alike, and there may be a hundred, one is seen."""
+    short, times = shortened(config) if isinstance(config, TargetConfig) else (config, ())
+    found = []
+    for name, x in _arrays(short, jnp.dtype(dtype)):
+        path = name.split(".")
+        shard = param_sharding(path, x.shape, mesh, config).shard_shape(x.shape)
+        number = times[int(path[1])] if path[0] == "layers" and times else 1
+        found.append(Weight(name, math.prod(shard), _tiled(shard, x.dtype.itemsize) * x.dtype.itemsize, number))
+    return Weights(found)
+
+
+def _tiled(shape: tuple[int, ...], itemsize: int) -> int:
+    """Elements as a TPU lays them out, in tiles of 8 x 128 words: slivers of a matrix take as much room as tiles."""
+    if len(shape) < 2:
+        return math.prod(shape)
+    rows, columns = 32 // itemsize, 128
+    return math.prod(shape[:-2]) * -(-shape[-2] // rows) * rows * -(-shape[-1] // columns) * columns
+
+
+@functools.lru_cache(maxsize=32)
+def _arrays(config: TargetConfig | DraftConfig, dtype: jnp.dtype) -> tuple[tuple[str, Any], ...]:
+    return tuple(named(_split(config, dtype)[1]))
+
+
+@functools.lru_cache(maxsize=32)
+def shortened(config: TargetConfig) -> tuple[TargetConfig, tuple[int, ...]]:
+    """The same model with one layer of each kind, and how many there are of each."""
+    kinds = Counter(zip(config.layer_types, config.moe_layers or (False,) * config.num_layers, strict=True))
+    types, mixtures = zip(*kinds, strict=True)
+    moe = mixtures if config.moe_layers else ()
+    short = dataclasses.replace(config, num_layers=len(kinds), layer_types=types, moe_layers=moe)
+    return short, tuple(kinds.values())
