@@ -46,7 +46,7 @@ def log_acceptance(log_target: Array, logits: Array) -> Array:
     """log sum min(p, q) [n, ...]: the chance that a token drafted from q = softmax(logits) is accepted.
 
     `log_target` [..., U] are log probabilities over the whole vocabulary, so they need not sum to one. In logarithms,
-    since at the start of training the chance may be tiny. Where p and q are equal, the gradient takes q for the greater.
+    since at the start of training the chance may be tiny. Where p equals q, the gradient takes q for greater.
     """
     return _acceptance_forward(log_target, logits)[0]
 
