@@ -1,16 +1,17 @@
 """What the real Mosaic compiler says of the TPU kernels at the shapes of published models; needs no TPU.
 
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-8 \
-        python -m benchmarks.tpu_kernels
+        python -m benchmarks.tpu_kernels [KERNEL ...]
 
-compiles every case below for every chip with libtpu and prints a table. HBM is a program's arguments and results (what
+compiles the kernels named, or all of them, for every chip with libtpu and prints a table. HBM is a program's arguments and results (what
 is written in place counts twice) and temporaries; VMEM the least with which a call compiles.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -82,6 +83,11 @@ def verification(shape: Shape, batch: int, window: int) -> Case:
     return Case(verification_tpu.verify, (logits, drafts, keys, sampling), (), verification_tpu)
 
 
+def verification_summary(shape: Shape, batch: int, window: int) -> Case:
+    logits, _, _, sampling = verification(shape, batch, window).args
+    return Case(verification_tpu.summary, (logits, sampling), (), verification_tpu)
+
+
 def paged_attention(shape: Shape, batch: int, tokens: int, length: int = 8192, page_size: int = 64) -> Case:
     """`batch` sequences with room for `length` tokens, in bfloat16 as they are served."""
     pages = length // page_size
@@ -102,6 +108,7 @@ KERNELS: dict[str, tuple[Callable[[Shape, int, int], Case], tuple[int, ...]]] = 
     "gated_delta.step": (delta_step, (1, 4, 16)),
     "gated_delta.chunked": (delta_chunked, (512,)),
     "verification.verify": (verification, (1, 4, 8, 16)),
+    "verification.summary": (verification_summary, (4,)),
     "attention.paged_attention": (paged_attention, (1, 4, 16, 512)),
     "attention.write_pages": (write_pages, (4, 512)),
 }
@@ -139,8 +146,9 @@ def _wanted(error: str) -> int:
     return int(float(found[1]) * (2**10 if found[2] == "K" else 2**20)) + 2**14  # it is rounded to two digits
 
 
-def rows(batch: int = 8) -> Iterator[str]:
-    for kernel, (build, sizes) in KERNELS.items():
+def rows(kernels: Sequence[str], batch: int = 8) -> Iterator[str]:
+    for kernel in kernels:
+        build, sizes = KERNELS[kernel]
         for tokens in sizes:
             models: dict[Any, list[str]] = {}
             for name, shape in MODELS.items():
@@ -163,5 +171,5 @@ def _abstract(*shape: int, dtype: Any = jnp.float32) -> Any:
 if __name__ == "__main__":
     chips = " / ".join(CHIPS)
     print(f"| kernel | Qwen3.5 | tokens | VMEM, MiB, {chips} | HBM, MiB, {chips} |\n| --- | --- | --- | --- | --- |")
-    for line in rows():
+    for line in rows(sys.argv[1:] or list(KERNELS)):
         print(line, flush=True)

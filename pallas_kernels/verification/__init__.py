@@ -1,5 +1,6 @@
-"""Verification by coupling: every row of a window is sampled as the plain sampler would, and drafts that agree stand.
+"""Verification of a window of drafts: `verify` by coupling, `verify_standard` by rejection sampling.
 
+Coupling samples every row of a window as the plain sampler would, and lets drafts stand that agree with the samples.
 Logits are processed in float32 (stop ids masked before min_tokens, temperature, min_p, top_k, top_p); a token is the
 argmax of processed logits plus Gumbel noise that belongs to its position; drafts are accepted while they equal these.
 `token_noise` gives the noise of some tokens only, which is all that a drafter with a smaller vocabulary needs.
@@ -14,8 +15,9 @@ from jax import Array
 from pallas_kernels import dispatch
 from pallas_kernels.verification import reference
 from pallas_kernels.verification.reference import Sampling, position_keys, token_noise
+from pallas_kernels.verification.standard import verify_standard
 
-__all__ = ["Sampling", "position_keys", "token_noise", "verify"]
+__all__ = ["Sampling", "position_keys", "token_noise", "verify", "verify_standard"]
 
 
 def verify(

@@ -36,6 +36,20 @@ def verify(
 
     Raises NotImplementedError for vocabularies beyond 262,144 and logits that are not float32.
     """
+    [tokens] = _call(_verify_kernel, logits, keys, sampling, [jnp.int32], interpret)
+    return tokens, accepted(tokens, drafts)
+
+
+def summary(logits: Array, sampling: Sampling, *, interpret: Any = False) -> list[Array]:
+    """The fields of `standard.Summary`. Raises as `verify` does."""
+    keys = jnp.zeros((*logits.shape[:2], 2), jnp.uint32)
+    return _call(_summary_kernel, logits, keys, sampling, [jnp.int32, jnp.float32, jnp.float32], interpret)
+
+
+def _call(
+    kernel: Callable[..., None], logits: Array, keys: Array, sampling: Sampling, results: list[Any], interpret: Any
+) -> list[Array]:
+    """Runs a kernel on the rows of every window; a result is a number a row, [B,W]."""
     batch, window, vocab = logits.shape
     if logits.dtype != jnp.float32:
         raise NotImplementedError(f"logits must be float32, not {logits.dtype}")
@@ -50,26 +64,50 @@ def verify(
     min_p, top_k, top_p = sampling.filters
     numbers = jnp.stack([jnp.where(sampling.sampled, sampling.temperature, 0.0), jnp.log(min_p), top_p])
     switches = jnp.stack([sampling.no_stop.any(1).astype(jnp.int32), jnp.minimum(top_k, vocab)])
-    tokens = pl.pallas_call(
-        _kernel,
+    found = pl.pallas_call(
+        kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(batch, pl.cdiv(window, rows)),
             in_specs=[block(vocab), block(3)],
-            out_specs=block(1),
+            out_specs=[block(1)] * len(results),
             scratch_shapes=[pltpu.VMEM((rows, padded), jnp.float32)] * 2,
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, window, 1), jnp.int32),
+        out_shape=[jax.ShapeDtypeStruct((batch, window, 1), dtype) for dtype in results],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_BYTES),
         interpret=interpret,
-        name="verify",
-    )(numbers, switches, sampling.stop_ids.T, logits, positions)[..., 0]
-    return tokens, accepted(tokens, drafts)
+        name=kernel.__name__.strip("_").removesuffix("_kernel"),
+    )(numbers, switches, sampling.stop_ids.T, logits, positions)
+    return [x[..., 0] for x in found]
 
 
-def _kernel(
+def _verify_kernel(
     numbers: Any, switches: Any, stop_ids: Any, logits: Any, positions: Any, tokens: Any, x: Any, mass: Any
 ) -> None:
+    threshold = _process(numbers, switches, stop_ids, logits, positions, x, mass)
+    sampled = numbers[0, pl.program_id(0)] > 0
+    tokens[...] = lax.cond(sampled, lambda: _argmax(x, threshold, positions[...]), lambda: _argmax(x, threshold, None))
+
+
+def _summary_kernel(
+    numbers: Any, switches: Any, stop_ids: Any, logits: Any, positions: Any, likeliest: Any, lowest: Any, total: Any,
+    x: Any, raw: Any,
+) -> None:  # fmt: skip
+    threshold = _process(numbers, switches, stop_ids, logits, positions, x, raw)
+    likeliest[...] = _argmax(x, threshold, None)
+    _load(logits, jnp.float32(1), raw)
+    size = (x.shape[0], LANES)
+    keeps = lambda i: (x[:, i] >= threshold) & (x[:, i] > NEVER)
+    least = lambda i, n: jnp.minimum(n, jnp.where(keeps(i), raw[:, i], -NEVER))
+    lowest[...] = jnp.min(_sweep(x, least, jnp.full(size, -NEVER, jnp.float32)), axis=1, keepdims=True)
+    most = lambda i, n: jnp.maximum(n, x[:, i])
+    top = jnp.max(_sweep(x, most, jnp.full(size, NEVER, jnp.float32)), axis=1, keepdims=True)
+    add = lambda i, n: n + jnp.where(keeps(i), jnp.exp(x[:, i] - top), 0.0)
+    total[...] = top + jnp.log(jnp.sum(_sweep(x, add, jnp.zeros(size, jnp.float32)), axis=1, keepdims=True))
+
+
+def _process(numbers: Any, switches: Any, stop_ids: Any, logits: Any, positions: Any, x: Any, mass: Any) -> Array:
+    """Scaled and masked logits into `x`; returns the filters' threshold [W,1], -inf in greedy rows."""
     row = pl.program_id(0)
     temperature, log_min_p, top_p = (numbers[i, row] for i in range(3))
     masking, top_k = switches[0, row], switches[1, row]
@@ -77,16 +115,15 @@ def _kernel(
     _load(logits, jnp.where(sampled, temperature, 1.0), x)
 
     @pl.when(masking > 0)
-    def _() -> None:
+    def mask_stops() -> None:
         for i in range(stop_ids.shape[0]):
             _mask(x, stop_ids[i, row], positions[:, 2:] > 0)
 
-    threshold = lax.cond(
+    return lax.cond(
         sampled,
         lambda: _threshold(x, mass, log_min_p, top_k, top_p),
         lambda: jnp.full((x.shape[0], 1), NEVER, jnp.float32),
     )
-    tokens[...] = lax.cond(sampled, lambda: _argmax(x, threshold, positions[...]), lambda: _argmax(x, threshold, None))
 
 
 def _load(logits: Any, temperature: Array, x: Any) -> None:
