@@ -69,15 +69,19 @@ class Processes:
     def _file(self, process: int, name: str) -> Path:
         return self.folder / f"{name}.{process}"
 
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """What still runs is killed."""
+        for process in self.running:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
     def wait(self) -> list[int]:
-        """Exit statuses; negative for a signal. What is left after the timeout is killed."""
-        try:
-            return [process.wait(TIMEOUT) for process in self.running]
-        finally:
-            for process in self.running:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
+        """Exit statuses; negative for a signal."""
+        return [process.wait(TIMEOUT) for process in self.running]
 
     def out(self, process: int) -> str:
         """What it printed, without the lines of the library that connects CPUs."""

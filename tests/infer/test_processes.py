@@ -48,13 +48,13 @@ def test_two_processes_write_and_print_once_what_one_does(
     for name in ("one", "first", "second"):
         (tmp_path / name).mkdir()
     written = [commands(inputs, tmp_path / name, 2) for name in ("first", "second")]
-    both = Processes(written, tmp_path / "logs")
     capsys.readouterr()
     text, features = commands(inputs, tmp_path / "one", 1)
-    assert main(text) == 0
-    said = capsys.readouterr().out.rstrip("\n")
-    assert main(features) == 0
-    assert both.wait() == [0, 0], both.err(0) + both.err(1)
+    with Processes(written, tmp_path / "logs") as both:
+        assert main(text) == 0
+        said = capsys.readouterr().out.rstrip("\n")
+        assert main(features) == 0
+        assert both.wait() == [0, 0], both.err(0) + both.err(1)
     assert said and both.out(0).startswith(said) and not both.out(1) and not both.err(1)
     assert not list((tmp_path / "second").iterdir()), "only the first process writes"
     one, first = (open_folder(tmp_path / name / "features", FEATURES) for name in ("one", "first"))

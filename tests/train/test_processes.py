@@ -58,8 +58,8 @@ def losses(output: Path) -> list[float]:
 def killed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run in two processes, until one is killed without warning in the middle of step 6."""
     output = tmp_path_factory.mktemp("killed") / "run"
-    run = both(recipe, output, "mesh.data=2", stop={1: (6, signal.SIGKILL)}, peer_timeout=10)
-    ours, theirs = run.wait()
+    with both(recipe, output, "mesh.data=2", stop={1: (6, signal.SIGKILL)}, peer_timeout=10) as run:
+        ours, theirs = run.wait()
     assert theirs == -signal.SIGKILL and ours not in (0, 143), run.err(0)
     assert "another task died" in run.err(0) or "another process has ended" in run.err(0)
     assert (output / "checkpoints" / "4").is_dir() and not (output / "head").exists()
@@ -70,13 +70,13 @@ def test_two_processes_are_one_run_also_when_one_of_them_is_told_to_stop(
     recipe: Path, straight: Path, killed: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
-    first = both(recipe, output, "mesh.data=2", stop={1: (0, signal.SIGTERM)})
-    assert first.wait() == [143, 143], first.err(0) + first.err(1)
+    with both(recipe, output, "mesh.data=2", stop={1: (0, signal.SIGTERM)}) as first:
+        assert first.wait() == [143, 143], first.err(0) + first.err(1)
     done = len(losses(output))
     assert 1 <= done <= 3 and not (output / "head").exists()
     assert (output / "checkpoints" / str(done)).is_dir(), "both stopped after the same step, and it was saved"
-    second = both(recipe, output, "mesh.data=2")
-    assert second.wait() == [0, 0], second.err(0) + second.err(1)
+    with both(recipe, output, "mesh.data=2") as second:
+        assert second.wait() == [0, 0], second.err(0) + second.err(1)
     assert "training sequences" in second.out(0) and not second.out(1) and not second.err(1)
     assert_close(losses(output), losses(straight), rtol=1e-4)
     whole = losses(killed)

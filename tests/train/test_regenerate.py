@@ -12,9 +12,9 @@ import pytest
 from eagle3_jax.cli import main
 from eagle3_jax.errors import UserError
 from tests.train.folders import CONFIG, save_small_target
-from train.data.answers import AnswerFile
+from train.data.answers import AnswerFile, open_answers
 from train.data.batches import load_rows
-from train.data.regenerate import Job, plan, read_prompts
+from train.data.regenerate import Job, agreed, plan, read_prompts, remaining
 
 ENGINE = ["--max-model-len", "64", "--batch", "4", "--dtype", "float32", "--quiet"]
 
@@ -96,6 +96,16 @@ def test_other_settings_or_prompts_are_not_mixed_in(regenerate: Any, tmp_path: P
     output.write_text(output.read_text().replace('"0:0:', '"0:0:0'))
     status, said = regenerate(output, "--limit", "2", "--temperature", "0")
     assert status == 2 and "prompt 0 is another than when it was answered" in said
+
+
+def test_other_processes_than_the_first_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = plan([(0, np.arange(3)), (1, np.arange(4))], passes=2)
+    assert agreed(jobs, jobs[1:3]) == jobs[1:3]
+    monkeypatch.setattr("train.data.answers.is_first", lambda: False)
+    with open_answers(tmp_path / "answers.jsonl", {}) as file:
+        file.append({"key": jobs[0].key})
+        assert remaining(jobs, file) == jobs
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:
