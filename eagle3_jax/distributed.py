@@ -131,6 +131,8 @@ def cluster_of(args: argparse.Namespace, environ: Mapping[str, str] = os.environ
                         "--process-id")  # fmt: skip
     host, port = _address(str(given["coordinator"]))
     count, number = (_whole_number(given[name], name) for name in ("num_processes", "process_id"))
+    if count < 1:
+        raise UserError(f"--num-processes {count} is below 1")
     if not 0 <= number < count:
         raise UserError(f"--process-id {number} is not one of --num-processes {count}: 0 to {count - 1}")
     return Cluster(host, port, count, number, peer_timeout(args, environ))
