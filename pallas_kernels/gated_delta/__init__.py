@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from jax import Array
 
 from pallas_kernels import dispatch
@@ -72,17 +73,27 @@ def step(
     Args:
       state: [B,K*R,M,P] float32. pending: the last window and how much of it was accepted.
       q, k: [B,W,K,M], normed, q scaled. v: [B,W,K*R,P]. g, beta: [B,W,K*R], both 0 on padding.
-      implementation: see `pallas_kernels.dispatch`. "tpu" reads and writes the state once, in place where the caller
-        donates it; it has been compared with the reference and compiled for every TPU, but not timed.
+      implementation: see `pallas_kernels.dispatch`. Both kernels read and write the state once, in place where the
+        caller donates it. "gpu" is the default on GPUs (benchmarks/RESULTS.md says why); "tpu" has been compared with
+        the reference and compiled for every TPU, but not timed.
 
     Returns:
       outputs [B,W,K*R,P], updates [B,W,K*R,P] (the next `pending.updates`) and the committed state, all float32.
     """
-    implementations = {"reference": reference.step, "tpu": _tpu}
-    return dispatch.call("gated_delta.step", implementation, implementations, state, pending, q, k, v, g, beta)
+    implementations = {"reference": reference.step, "tpu": _tpu, "gpu": _gpu}
+    arguments = (state, pending, q, k, v, g, beta)
+    return dispatch.call("gated_delta.step", implementation, implementations, *arguments, default="gpu")
 
 
 def _tpu(*args: Any) -> tuple[Array, Array, Array]:
     from pallas_kernels.gated_delta import tpu  # Pallas takes a while to import
 
     return tpu.step(*args)
+
+
+def _gpu(*args: Any) -> tuple[Array, Array, Array]:
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError("this kernel is for GPUs")
+    from pallas_kernels.gated_delta import gpu
+
+    return gpu.step(*args)
