@@ -3,8 +3,8 @@
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-8 \
         python -m benchmarks.tpu_kernels [KERNEL ...]
 
-compiles the kernels named, or all of them, for every chip with libtpu and prints a table. HBM is a program's arguments and results (what
-is written in place counts twice) and temporaries; VMEM the least with which a call compiles.
+compiles the kernels named, or all of them, for every chip with libtpu and prints a table. HBM is a program's arguments
+and results (what is written in place counts twice) and temporaries; VMEM what a call asks for when given less.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def hbm_bytes(compiled: Any) -> int:
 
 
 def vmem_megabytes(case: Case, chip: str) -> float:
-    """The least it compiles with: given too little, the compiler says how much it was trying to allocate."""
+    """What it compiles with after asking for it: given too little, the compiler says how much it was allocating."""
     limit = 1 << 16
     while True:
         with mock.patch.object(case.module, "VMEM_BYTES", limit):

@@ -8,7 +8,8 @@ Every public function with kernels takes `implementation=`:
 
 A kernel becomes the default only where a benchmark on that hardware shows it winning; otherwise the reference is, as on
 TPUs, whose kernels have been interpreted and compiled but never timed. The choice is made when a function is
-traced, so `using` must surround the first call of a jitted function; what is compiled keeps its choice.
+traced, so `using` must surround the first call of a jitted function; what is compiled keeps its choice. Pallas kernels
+know no mesh: in a program over several devices they must be called inside `jax.shard_map`, else compilation fails.
 """
 
 from __future__ import annotations
