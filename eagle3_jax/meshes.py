@@ -133,9 +133,9 @@ def nearest_mesh(shape: MeshShape, devices: int, target: TargetConfig, draft: Dr
         tried |= {min(getattr(shape, axis), devices)}
         return sorted(n for n in tried if n <= devices and not _axis_problems(axis, n, target, draft))
 
-    def distance(other: MeshShape) -> tuple[float, int]:
+    def distance(other: MeshShape) -> tuple[float, int, int]:
         pairs = zip(dataclasses.astuple(shape), dataclasses.astuple(other), strict=True)
-        return sum(abs(math.log(a / b)) for a, b in pairs), -other.size
+        return sum(abs(math.log(a / b)) for a, b in pairs), -other.size, other.data
 
     wide = [sizes(axis) for axis in ("fsdp", "expert", "tensor")]
     found = [

@@ -204,7 +204,7 @@ def _baseline(llm: LLM, args: argparse.Namespace) -> LLM:
         stop_ids=llm.stop_ids,
         max_num_seqs=args.batch_size,
         max_model_len=llm.max_model_len,
-        tensor_parallel_size=args.tp,
+        mesh=llm.mesh,
     )
 
 

@@ -36,6 +36,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     group.add_argument("--tp", type=int, default=1, help="devices over which the model is spread")
+    group.add_argument("--mesh", help="instead of --tp: devices along several axes, as 'dp2 tp4' or 'ep4 tp2'")
     group.add_argument("--max-model-len", type=int, help="longest prompt and answer together, in tokens")
     group.add_argument("--revision", help="of a model named by its hub id")
     group.add_argument("--draft-revision", help="of a head named by its hub id")
@@ -49,6 +50,7 @@ def engine_keywords(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "dtype": args.dtype,
         "tensor_parallel_size": args.tp,
+        "mesh": args.mesh,
         "max_model_len": args.max_model_len,
         "revision": args.revision,
     }

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 from jinja2 import TemplateError
 from tqdm import tqdm
@@ -15,11 +16,11 @@ from eagle3_jax.checkpoint import load_drafter, load_target
 from eagle3_jax.checkpoint.formats import read_head
 from eagle3_jax.checkpoint.hf import read_config
 from eagle3_jax.checkpoint.source import read_json, resolve
-from eagle3_jax.config import TargetConfig
+from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.distributed import check_all_take_part
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.errors import UserError
-from eagle3_jax.sharding import make_mesh
+from eagle3_jax.meshes import check_mesh
 from eagle3_jax.target import Target
 from infer.engine import Engine, EngineConfig
 from infer.options import (
@@ -30,6 +31,7 @@ from infer.options import (
     Options,
     check_options,
     check_speculative_config,
+    mesh_shape,
 )
 from infer.outputs import RequestOutput, SpecMetrics
 from infer.params import SamplingParams
@@ -65,6 +67,7 @@ class LLM:
                             "rejection_sample_method": "coupled" | "standard" | "synthetic",
                             "synthetic_acceptance_length": mean, "revision": ...}
       tensor_parallel_size  devices over which heads, features and vocabulary are spread
+      mesh                  instead: devices along several axes, as "dp2 tp4" or "ep4 tp2" (see docs/scaling.md)
       max_model_len         longest prompt and continuation together (default: the model's, but no more than 4096)
       max_num_seqs          slots: prompts that are continued at the same time; more wait (default 16)
       dtype                 "auto" (the checkpoint's), "float32" or "bfloat16"
@@ -87,13 +90,12 @@ class LLM:
         drafting = check_speculative_config(
             options.speculative_config, default_model=DEFAULT_DRAFTER if model is None else None
         )
-        mesh = _mesh(options)
         # Weights take minutes; whatever can be wrong without them is found before.
         folder = resolve(model or DEFAULT_MODEL, options.revision)
         config = read_config(read_json(folder, "config.json", required=True), folder)
         _max_model_len(options, config)
-        if drafting.model is not None:
-            read_head(drafting.model, config, revision=drafting.revision)
+        head = None if drafting.model is None else read_head(drafting.model, config, revision=drafting.revision)
+        mesh = _mesh(options, config, None if head is None else head.config)
         tokenizer = None if options.skip_tokenizer_init else _load_tokenizer(options.tokenizer or folder)
         target = load_target(folder, dtype=options.dtype, mesh=mesh)
         for note in (target.skipped, *target.notes):
@@ -124,7 +126,9 @@ class LLM:
             raise UserError("speculative_config: no drafter was given")
         here = Path("the drafter that was given")
         drafting = check_speculative_config(options.speculative_config, default_model=here if drafter else None)
-        llm._start(target, drafter, drafting, options, _mesh(options) if mesh is None else mesh)
+        if mesh is None:
+            mesh = _mesh(options, target.config, drafter.config if drafter is not None else None)
+        llm._start(target, drafter, drafting, options, mesh)
         llm._describe(tokenizer, stop_ids, generation_config or {})
         return llm
 
@@ -159,6 +163,11 @@ class LLM:
         """Goes on with other weights of the same head, as training makes them. Raises ConfigError for another head."""
         self._engine.replace_drafter(drafter)
         self.drafter = drafter
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Over which the weights are spread, None on one device."""
+        return self._engine.mesh
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -363,9 +372,11 @@ class LLM:
                 self._engine.abort((request.number, sample))
 
 
-def _mesh(options: Options) -> Mesh | None:
-    mesh = make_mesh(tensor=options.tensor_parallel_size) if options.tensor_parallel_size > 1 else None
-    check_all_take_part(mesh, "tensor_parallel_size")
+def _mesh(options: Options, target: TargetConfig, draft: DraftConfig | None) -> Mesh | None:
+    shape = mesh_shape(options)
+    check_mesh(shape, jax.device_count(), target, draft)
+    mesh = shape.mesh() if shape.size > 1 else None
+    check_all_take_part(mesh, "tensor_parallel_size" if options.mesh is None else "mesh")
     return mesh
 
 

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import eagle3_jax
 from eagle3_jax.errors import UserError
+from eagle3_jax.meshes import MeshShape, parse_mesh
 from infer.cycle import MAX_DRAFTS, Speculation
 from infer.params import nearest
 from infer.sampling import DraftSampleMethod
@@ -78,6 +79,7 @@ class Options:
     tokenizer: str | Path | None = None
     skip_tokenizer_init: bool = False
     tensor_parallel_size: int = 1
+    mesh: str | None = None
     speculative_config: Mapping[str, Any] | None = None
     dtype: str = "auto"
     seed: int = 0
@@ -99,7 +101,14 @@ def check_options(given: Mapping[str, Any]) -> Options:
     if options.max_model_len is not None:
         _check_count("LLM", "max_model_len", options.max_model_len, 2)
     _check_count("LLM", "seed", options.seed, 0)
+    if options.mesh is not None and options.tensor_parallel_size > 1:
+        raise UserError("LLM: mesh and tensor_parallel_size are both given: give one")
     return options
+
+
+def mesh_shape(options: Options) -> MeshShape:
+    """Devices along each axis. Raises ConfigError if `mesh` names none."""
+    return MeshShape(tensor=options.tensor_parallel_size) if options.mesh is None else parse_mesh(options.mesh)
 
 
 def check_speculative_config(config: Mapping[str, Any] | None, *, default_model: Path | None) -> Drafting:

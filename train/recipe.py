@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
+from eagle3_jax.meshes import parse_mesh
 from eagle3_jax.sharding import MESH_AXES
 from train.data.conversations import Overlong
 from train.data.mask import ChangedTurns
@@ -105,7 +106,7 @@ class EvalRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class MeshRecipe:
-    """Devices along each axis, see `eagle3_jax.sharding`."""
+    """Devices along each axis, see `eagle3_jax.sharding`; in a recipe also by name, as in `mesh: fsdp4 tp2`."""
 
     data: int = 1
     fsdp: int = 1
@@ -231,8 +232,16 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     if not isinstance(table, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of keys to values")
     for override in overrides:
+        _name_mesh(table)
         _override(table, override)
+    _name_mesh(table)
     return build(Recipe, table, "")
+
+
+def _name_mesh(table: dict[str, Any]) -> None:
+    """Spells out a mesh given by name, as "fsdp4 tp2"."""
+    if isinstance(table.get("mesh"), str):
+        table["mesh"] = dataclasses.asdict(parse_mesh(table["mesh"]))
 
 
 def ready_recipes() -> list[str]:

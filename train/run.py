@@ -22,12 +22,12 @@ from eagle3_jax.checkpoint import load_target, save_specforge
 from eagle3_jax.checkpoint.hf import read_config
 from eagle3_jax.checkpoint.source import read_json, resolve
 from eagle3_jax.checkpoint.stop_ids import stop_ids
-from eagle3_jax.config import TargetConfig
+from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.distributed import check_all_take_part, is_first, to_host
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.errors import UserError
+from eagle3_jax.meshes import MeshShape, check_mesh
 from eagle3_jax.precision import parse_dtype
-from eagle3_jax.sharding import make_mesh
 from eagle3_jax.target import Target
 from train.checkpoints import Checkpoints, describe_run
 from train.data.batches import Batches, DataReport, bucket_lengths, load_rows
@@ -94,7 +94,7 @@ def train(recipe: Recipe, *, quiet: bool = False) -> int:
     if recipe.data.packing:
         data = packed(data, recipe)
         say(f"packed into {len(data.rows)} sequences of {recipe.data.max_length} tokens, {data.filled:.1%} filled")
-    mesh = _mesh(recipe)
+    mesh = _mesh(recipe, config, planned)
     dtype = parse_dtype(recipe.dtype)
     target = load_ends(folder, config, dtype, mesh) if stored else load_target(folder, dtype=dtype, mesh=mesh).model
     head, notes = _head(recipe, data, target, mesh)
@@ -159,9 +159,10 @@ def _renderer(recipe: Recipe, folder: Path) -> ChatRenderer | None:
     )
 
 
-def _mesh(recipe: Recipe) -> Mesh | None:
-    axes = dataclasses.asdict(recipe.mesh)
-    mesh = make_mesh(**axes) if max(axes.values()) > 1 else None
+def _mesh(recipe: Recipe, target: TargetConfig, draft: DraftConfig | None) -> Mesh | None:
+    shape = MeshShape(**dataclasses.asdict(recipe.mesh))
+    check_mesh(shape, jax.device_count(), target, draft)
+    mesh = shape.mesh() if shape.size > 1 else None
     check_all_take_part(mesh, "mesh")
     return mesh
 
