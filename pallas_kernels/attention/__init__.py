@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import jax
 from jax import Array
 
 from pallas_kernels import dispatch
@@ -83,8 +85,9 @@ def paged_attention(
     Args:
       q: [B,T,K*R,H]. key_pages, value_pages: [K, num_pages, page_size, H]. page_table: [B, pages_per_row] int32.
       contiguous: the table is the identity, so that the reference can read the pools where they lie.
-      implementation: see `pallas_kernels.dispatch`. "tpu" reads the pages in use and no others, where the reference
-        reads all that the table names. Compared with the reference and compiled for every TPU, but not timed.
+      implementation: see `pallas_kernels.dispatch`. The kernels read the pages in use and no others, where the
+        reference reads all that the table names. "gpu" is the default on GPUs for windows in half precision; "tpu" has
+        been compared with the reference and compiled for every TPU, but not timed.
 
     Returns:
       [B,T,K*R,H] in the dtype of q; scale H^-0.5, softmax in float32.
@@ -93,12 +96,20 @@ def paged_attention(
     def plain(*args: Array) -> Array:
         return reference.paged_attention(*args, contiguous=contiguous)
 
-    implementations = {"reference": plain, "tpu": _tpu}
+    implementations = {"reference": plain, "tpu": _tpu, "gpu": partial(_gpu, contiguous=contiguous)}
     args = (q, key_pages, value_pages, page_table, positions)
-    return dispatch.call("attention.paged_attention", implementation, implementations, *args)
+    return dispatch.call("attention.paged_attention", implementation, implementations, *args, default="gpu")
 
 
 def _tpu(*args: Any) -> Array:
     from pallas_kernels.attention import tpu  # Pallas takes a while to import
 
     return tpu.paged_attention(*args)
+
+
+def _gpu(*args: Any, contiguous: bool) -> Array:
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError("this kernel is for GPUs")
+    from pallas_kernels.attention import gpu
+
+    return gpu.paged_attention(*args, contiguous=contiguous)

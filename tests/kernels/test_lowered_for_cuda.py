@@ -1,0 +1,45 @@
+"""The GPU kernels become Triton programs, which needs no GPU; what the device makes of them, benchmarks show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.attention import gpu as attention
+from pallas_kernels.gated_delta import Pending
+from pallas_kernels.gated_delta import gpu as gated_delta
+
+SLOTS, KEY_HEADS, HEADS, WIDTH = 8, 16, 32, 128
+
+
+def of(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((SLOTS, *shape), dtype)
+
+
+def delta_step(window: int) -> tuple[Callable[..., Any], Any]:
+    keys, values, gates = of(window, KEY_HEADS, WIDTH), of(window, HEADS, WIDTH), of(window, HEADS)
+    pending = Pending(keys, values, gates, of(dtype=jnp.int32))
+    return gated_delta.step, (of(HEADS, WIDTH, WIDTH), pending, keys, keys, values, gates, gates)
+
+
+def pages(window: int) -> tuple[Callable[..., Any], Any]:
+    pool = jax.ShapeDtypeStruct((4, 80, 64, 256), jnp.bfloat16)
+    whole = of(window, 16, 256, dtype=jnp.bfloat16), pool, pool, of(10, dtype=jnp.int32), of(window, dtype=jnp.int32)
+    return attention.paged_attention, whole
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("kernel", [delta_step, pages])
+def test_at_the_shapes_of_a_9b_target(kernel: Any, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    function, arguments = kernel(window)
+    try:
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    except RuntimeError as error:  # jax 0.11 asks the device for its compute capability
+        pytest.skip(str(error))
+    assert "triton" in lowered.as_text()
