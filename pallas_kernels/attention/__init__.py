@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -96,7 +97,8 @@ def paged_attention(
     def plain(*args: Array) -> Array:
         return reference.paged_attention(*args, contiguous=contiguous)
 
-    implementations = {"reference": plain, "tpu": _tpu, "gpu": partial(_gpu, contiguous=contiguous)}
+    on_gpu = partial(_gpu, contiguous=contiguous)
+    implementations: dict[str, Callable[..., Array]] = {"reference": plain, "tpu": _tpu, "gpu": on_gpu}
     args = (q, key_pages, value_pages, page_table, positions)
     return dispatch.call("attention.paged_attention", implementation, implementations, *args, default="gpu")
 
