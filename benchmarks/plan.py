@@ -1,0 +1,144 @@
+"""The smallest slices on which targets generate and heads are trained: picked by accounting, confirmed by compiling.
+
+    python -m benchmarks.plan CONFIGS                     # counts, and writes benchmarks/plan.md
+    python -m benchmarks.plan CONFIGS --compile 27B v5p   # first compiles the rows that have all these words
+
+CONFIGS is a folder of published config.json files, named as in MODELS. What was compiled is kept in
+benchmarks/plan.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eagle3_jax.cli import planner
+from eagle3_jax.planning.account import Choice, Job, Mode, slices_for, smallest, times
+from eagle3_jax.planning.chips import CHIPS, GIB
+from eagle3_jax.planning.cli import read_draft, read_target
+from eagle3_jax.planning.collectives import by_kind, moved
+from eagle3_jax.planning.compiling import compile_step
+
+HERE = Path(__file__).parent
+MODELS = (
+    "Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B", "Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B",
+    "Qwen3-235B-A22B",
+)  # fmt: skip
+JOBS = {"batch 1": ("generate", 1, 8192), "batch 64": ("generate", 64, 8192), "training": ("train", None, 4096)}
+SLICES = ("v5e", "v5p", "v6e")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A line of the table. choice: None if no slice holds it."""
+
+    model: str
+    what: str
+    chip: str
+    mode: Mode
+    job: Job
+    choice: Choice | None
+
+    @property
+    def words(self) -> str:
+        return f"{self.model} {self.what} {self.chip}"
+
+    @property
+    def key(self) -> str:
+        where = "" if self.choice is None else f"{self.choice.topology} {self.choice.shape}"
+        return f"{self.model}, {self.what}, {where}"
+
+
+def rows(configs: Path) -> Iterator[Row]:
+    """Every line, chosen by accounting."""
+    for model in MODELS:
+        target = read_target(str(configs / f"{model}.json"))
+        for what, (kind, batch, context) in JOBS.items():
+            mode = planner(kind)
+            job = Job(target, read_draft(None, target, kind), batch or 1, context, mode.DEFAULT_STEPS, jnp.bfloat16)
+            for chip in SLICES:
+                offered = slices_for(mode, job, CHIPS[chip], fixed=batch is not None)
+                choice = smallest(mode, offered)
+                jobs = {topology: one for topology, one in offered}
+                yield Row(model, what, chip, mode, job if choice is None else jobs[choice.topology], choice)
+
+
+def compiled(row: Row) -> dict[str, Any]:
+    """One row, compiled: what a device holds, and what it passes on."""
+    assert row.choice is not None
+    start = time.monotonic()
+    found = compile_step(row.mode, row.job, row.choice.topology, row.choice.shape)
+    counts = found.collectives or {}
+    return {
+        "jax": jax.__version__, "seconds": round(time.monotonic() - start), "too_large": found.too_large,
+        "gib": round(found.total / GIB, 2), "temporaries_gib": round(found.temporaries / GIB, 2),
+        "moved": round(moved(counts)), "collectives": {k: n for k, (n, _) in by_kind(found.collectives or {}).items()},
+    }  # fmt: skip
+
+
+def line(row: Row, known: dict[str, Any]) -> str:
+    """A row in Markdown."""
+    if row.choice is None:
+        return f"| {row.model} | {row.what} | {row.chip} | none | | | | no slice holds it |"
+    chip = row.choice.topology.chip
+    done = known.get(row.key)
+    fits = done is not None and not done["too_large"]
+    spent = times(row.choice.account, chip, done["moved"] if fits and done else None)
+    held = f"{done['gib']:.1f}" if fits and done else f"{row.choice.account.total / GIB:.1f}"
+    how = "accounted" if done is None else "compiled" if fits else f"compiler: {done['too_large'][:90]}"
+    ms = [f"{1e3 * x:.1f}" for x in (spent.total, spent.compute, spent.memory, spent.links)]
+    cells = [row.model, row.what, str(row.choice.topology), str(row.choice.shape), held, ms[0], " / ".join(ms[1:]), how]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("configs", type=Path)
+    parser.add_argument("--compile", nargs="*", metavar="WORD", help="compile the rows with these words")
+    parser.add_argument("--out", type=Path, default=HERE)
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    store = args.out / "plan.json"
+    known = json.loads(store.read_text()) if store.exists() else {}
+    table = list(rows(args.configs))
+    for row in table:
+        wanted = args.compile is not None and all(word in row.words for word in args.compile)
+        if wanted and row.choice is not None and row.key not in known:
+            known[row.key] = compiled(row)
+            store.write_text(json.dumps(known, indent=1) + "\n")
+            print(row.key, known[row.key], flush=True)
+    (args.out / "plan.md").write_text(page(table, known))
+
+
+HEAD = """# What fits where
+
+The smallest slice of each chip on which a target generates (64 slots or 1, of 8,192 tokens, K = 3, with a head) or a
+head is trained on it (packed sequences of 4,096 tokens, one for each chip; 7 steps), in bfloat16, and on it the fastest
+mesh. Both were picked by accounting. Rows marked *compiled* were then compiled for that slice with libtpu, on a machine
+without a TPU: their memory is the compiler's, of HBM of 15.75 (v5e), 95.73 (v5p) and 31.24 GiB (v6e), and so are the
+bytes on their links. Where the compiler did not agree, the row has its words.
+
+Times are what the chip's own rates allow at best (computing / memory / links; the longer of the first two and the
+third), not measurements, and know nothing of latency: [docs/scaling.md](../docs/scaling.md). No TPU has run any of
+this. Made by `python -m benchmarks.plan CONFIGS`; `--compile WORDS` confirms more rows.
+
+| target | what | slice | mesh | GiB a device | ms a step | ms computing / memory / links | |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+def page(table: list[Row], known: dict[str, Any]) -> str:
+    """The whole file."""
+    return HEAD + "\n".join(line(row, known) for row in table) + "\n"
+
+
+if __name__ == "__main__":
+    main()
