@@ -14,9 +14,11 @@ from jax.sharding import PartitionSpec as P
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.meshes import MeshShape, parse_mesh
 from eagle3_jax.target import Target
+from infer import LLM, SamplingParams
 from infer.cycle import Speculation
 from infer.engine import Engine
 from tests.infer import tiny
+from tests.infer.conftest import Folders
 from tests.infer.test_lossless import PARAMS, PROMPTS, STOPS, same
 from tests.infer.tiny import Answer
 
@@ -92,3 +94,14 @@ def check_program(engine: Engine, shape: MeshShape) -> None:
     cut = [x for leaves in engine._leaves for x in leaves if not x.sharding.is_fully_replicated]
     assert len(cut) >= 15, "the mesh cuts hardly anything"
     assert not gathered & matrices, f"gathered whole: {gathered & matrices}"
+
+
+def test_a_mesh_by_name(folders: Folders) -> None:
+    """From folders, slots over two groups of two devices."""
+    options = {"max_model_len": 64, "max_num_seqs": 2, "skip_tokenizer_init": True}
+    spread = LLM(folders.target, mesh="dp2 tp2", **options)
+    assert spread.mesh is not None and dict(spread.mesh.shape) == {"data": 2, "fsdp": 1, "expert": 1, "tensor": 2}
+    plain = LLM(folders.target, **options)
+    prompts, wish = [[1, 2, 3], [4, 5], [6]], SamplingParams(temperature=0.9, max_tokens=12, seed=4)
+    texts = [[o.outputs[0].token_ids for o in llm.generate(prompts, wish)] for llm in (spread, plain)]
+    assert texts[0] == texts[1]
