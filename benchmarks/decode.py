@@ -3,8 +3,8 @@
     python -m benchmarks.decode CONFIG.json [--batch 1 8 32 64] [--context 128] [--json OUT]
 
 In one run: (floor) the model's own matrices applied one after another to as many rows, nothing else, and the bytes of
-recurrent state and attention cache at the rate that this reaches; (step) generation without a drafter; (cycle) with one,
-at a synthetic acceptance length; the same with sampling. Every figure is the median over repeated calls of the engine's
+recurrent state and attention cache at the rate that this reaches; (step) generation without a drafter; (cycle) with
+one, at a synthetic acceptance length; the same with sampling. Every figure is the median over repeated calls of the engine's
 own loop on the device. `--profile` adds where the time goes, for which command buffers must be off
 (XLA_FLAGS=--xla_gpu_enable_command_buffer=): they hide their kernels from the profiler.
 """
@@ -249,7 +249,9 @@ def main() -> None:
         print(f"prefill of {tokens}: {report['prefill_ms'][tokens]:.1f} ms", flush=True)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
-    print(json.dumps({k: v for k, v in report.items() if k != "cases"} | {"cases": [_short(c) for c in report["cases"]]}))
+    print(
+        json.dumps({k: v for k, v in report.items() if k != "cases"} | {"cases": [_short(c) for c in report["cases"]]})
+    )
 
 
 def _short(case: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,128 @@
+"""A training step of any target with random weights: tokens per second, and its share of what matrices can do (MFU).
+
+    python -m benchmarks.train CONFIG.json [--batch 8] [--length 4096] [--steps 7] [--json OUT]
+
+Packed sequences, target online in the same program, draft vocabulary 32,000. The work of a token is counted as
+`train.flops` says, recomputation left out, against the rate that a large bfloat16 product reaches in the same run.
+`--profile` adds where the time goes, for which command buffers must be off (XLA_FLAGS=--xla_gpu_enable_command_buffer=).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.models import head_config, random_model, read_target_config
+from benchmarks.profiling import by_scope, costliest, profile
+from eagle3_jax.drafters.eagle3 import Eagle3
+from eagle3_jax.target import Target
+from train.flops import flops_per_token
+from train.objective import Objective
+from train.step import Inputs, TrainState, make_model, make_step
+
+SCOPES = (
+    "optimizer", "draft_attention", "draft_step", "loss", "vocabulary", "delta_rule", "attention", "mlp", "target",
+)  # fmt: skip
+SEGMENTS, REPEATS = 4, 7
+
+
+def matrix_rate(size: int = 8192) -> float:
+    """bfloat16 operations a second of a product of two size x size matrices, the median of ten calls of ten."""
+    x = jnp.full((size, size), 0.01, jnp.bfloat16)
+    run = jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda _, y: (y @ x) * jnp.bfloat16(0.01), x))
+    run(x).block_until_ready()
+    times = []
+    for _ in range(10):
+        started = time.perf_counter()
+        run(x).block_until_ready()
+        times.append(time.perf_counter() - started)
+    return 10 * 2 * size**3 / statistics.median(times)
+
+
+def random_inputs(batch: int, length: int, vocab_size: int) -> Inputs:
+    """Rows of SEGMENTS packed samples, the last three quarters of each supervised."""
+    rng = np.random.default_rng(0)
+    each = length // SEGMENTS
+    place = np.arange(length)
+    ids = np.minimum(place // each, SEGMENTS - 1) + 1
+    mask = (place - (ids - 1) * each) >= each // 4
+    tokens = rng.integers(0, vocab_size, (batch, length), dtype=np.int32)
+    spread = lambda x: jnp.asarray(np.broadcast_to(x, (batch, length)))
+    return Inputs(jnp.asarray(tokens), spread(mask), spread(ids.astype(np.int32)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, help="a target's config.json")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=7, help="of training-time test")
+    parser.add_argument("--loss", default="kl")
+    parser.add_argument("--no-remat", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    report = measure(args)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1))
+    print(json.dumps({k: v for k, v in report.items() if k != "costliest"}))
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    config = read_target_config(args.config)
+    target = random_model(Target, config, jnp.bfloat16)
+    drafter = random_model(Eagle3, head_config(config), jnp.float32)
+    model, params, frozen = make_model(
+        target, drafter, num_steps=args.steps, dtype=jnp.bfloat16, remat=not args.no_remat,
+        objective=Objective(args.loss),
+    )  # fmt: skip
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-4))
+    state = TrainState(params, jax.jit(optimizer.init)(params))
+    inputs = random_inputs(args.batch, args.length, config.vocab_size)
+    started = time.perf_counter()
+    step = make_step(model, optimizer).lower(state, frozen, inputs).compile()  # type: ignore[attr-defined]
+    compile_s, memory = time.perf_counter() - started, step.memory_analysis()
+    print(f"compiled in {compile_s:.0f} s; temporaries {memory.temp_size_in_bytes / 2**30:.1f} GiB", flush=True)
+    times = []
+    for _ in range(REPEATS + 2):
+        started = time.perf_counter()
+        state, metrics = step(state, frozen, inputs)
+        jax.block_until_ready(metrics.loss)
+        times.append(time.perf_counter() - started)
+    step_s, rate = statistics.median(times[2:]), matrix_rate()
+    tokens = args.batch * args.length
+    each = flops_per_token(config, head_config(config), args.steps, (args.length // SEGMENTS + 1) / 2)
+    report: dict[str, Any] = {
+        "config": args.config.name, "device": jax.devices()[0].device_kind, "jax": jax.__version__,
+        "batch": args.batch, "length": args.length, "ttt_steps": args.steps, "compile_s": round(compile_s, 1),
+        "temporaries_gib": memory.temp_size_in_bytes / 2**30, "arguments_gib": memory.argument_size_in_bytes / 2**30,
+        "step_ms": step_s * 1e3, "tokens_per_second": tokens / step_s, "flops_per_token": each,
+        "matrix_rate": rate, "mfu": each * tokens / step_s / rate, "loss": float(metrics.loss),
+    }  # fmt: skip
+    if args.profile:
+        report |= _profile(step, state, frozen, inputs)
+    return report
+
+
+def _profile(step: Any, state: TrainState, frozen: Any, inputs: Inputs) -> dict[str, Any]:
+    times, text = profile(lambda: step(state, frozen, inputs)[1].loss), step.as_text()
+    scopes = {k: round(v / 1e6, 2) for k, v in by_scope(times, text, SCOPES).items()}
+    found = [(n, round(v / 1e6, 3), p[-130:]) for n, v, p in costliest(times, text, 24)]
+    for name, spent in scopes.items():
+        print(f"    {name:16} {spent:9.2f} ms")
+    for name, spent, path in found:
+        print(f"        {spent:8.3f} {name:36} {path}", flush=True)
+    return {"scopes_ms": scopes, "costliest": found}
+
+
+if __name__ == "__main__":
+    main()
