@@ -76,11 +76,12 @@ def compiled(row: Row) -> dict[str, Any]:
     assert row.choice is not None
     start = time.monotonic()
     found = compile_step(row.mode, row.job, row.choice.topology, row.choice.shape)
-    counts = found.collectives or {}
+    counts = found.collectives
     return {
         "jax": jax.__version__, "seconds": round(time.monotonic() - start), "too_large": found.too_large,
         "gib": round(found.total / GIB, 2), "temporaries_gib": round(found.temporaries / GIB, 2),
-        "moved": round(moved(counts)), "collectives": {k: n for k, (n, _) in by_kind(found.collectives or {}).items()},
+        "moved": None if counts is None else round(moved(counts)),
+        "collectives": {} if counts is None else {kind: number for kind, (number, _) in by_kind(counts).items()},
     }  # fmt: skip
 
 
