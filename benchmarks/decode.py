@@ -4,14 +4,15 @@
 
 In one run: (floor) the model's own matrices applied one after another to as many rows, nothing else, and the bytes of
 recurrent state and attention cache at the rate that this reaches; (step) generation without a drafter; (cycle) with
-one, at a synthetic acceptance length; the same with sampling. Every figure is the median over repeated calls of the engine's
-own loop on the device. `--profile` adds where the time goes, for which command buffers must be off
+one, at a synthetic acceptance length; the same with sampling. Every figure is the median over repeated calls of the
+engine's own loop on the device. `--profile` adds where the time goes, for which command buffers must be off
 (XLA_FLAGS=--xla_gpu_enable_command_buffer=): they hide their kernels from the profiler.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import statistics
@@ -33,6 +34,7 @@ from eagle3_jax.precision import join, split
 from eagle3_jax.target import Target
 from infer.cycle import DecodeState, Speculation, prefill, run_cycles
 from infer.engine import EngineConfig, empty_state
+from pallas_kernels import dispatch
 
 CYCLES, REPEATS = 16, 5
 SCOPES = ("draft", "delta_rule", "attention", "mlp", "logits", "verify", "target")
@@ -93,12 +95,14 @@ class Models:
             num_features=jnp.minimum(full, 1), target=state.target.replace(lengths=full),
         )  # fmt: skip
 
-    def compile(self, case: Case) -> Any:
+    def compile(self, case: Case, implementation: str | None = None) -> Any:
         def decode(leaves: list[list[Array]], state: DecodeState) -> DecodeState:
             return run_cycles(*self.join(leaves), state, case.speculation, jnp.int32(CYCLES), jnp.bool_(False))
 
         state = jax.eval_shape(lambda: self.state(case))
-        return jax.jit(decode, donate_argnums=1).lower(self.leaves(case), state).compile()
+        with dispatch.using(implementation) if implementation else contextlib.nullcontext():
+            lowered = jax.jit(decode, donate_argnums=1).lower(self.leaves(case), state)
+        return lowered.compile()
 
 
 def matrices(leaves: list[Array]) -> list[Array]:
@@ -217,6 +221,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="also time a sampled cycle, with top_p 0.95")
     parser.add_argument("--prefill", type=int, nargs="*", default=[])
     parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--implementation", help="of operations with kernels, see pallas_kernels.dispatch")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -225,7 +230,7 @@ def main() -> None:
     models = Models(target, head_config(target), jnp.bfloat16)
     rows = cases(args)
     with ThreadPoolExecutor() as pool:  # XLA compiles outside of Python's lock
-        compiled = list(pool.map(models.compile, rows))
+        compiled = list(pool.map(lambda case: models.compile(case, args.implementation), rows))
     report: dict[str, Any] = {
         "config": args.config.name, "device": jax.devices()[0].device_kind, "jax": jax.__version__,
         "ready_s": time.perf_counter() - started, "floors": {}, "cases": [], "prefill_ms": {},
@@ -249,9 +254,7 @@ def main() -> None:
         print(f"prefill of {tokens}: {report['prefill_ms'][tokens]:.1f} ms", flush=True)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
-    print(
-        json.dumps({k: v for k, v in report.items() if k != "cases"} | {"cases": [_short(c) for c in report["cases"]]})
-    )
+    print(json.dumps(report | {"cases": [_short(case) for case in report["cases"]]}))
 
 
 def _short(case: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 
 Packed sequences, target online in the same program, draft vocabulary 32,000. The work of a token is counted as
 `train.flops` says, recomputation left out, against the rate that a large bfloat16 product reaches in the same run.
-`--profile` adds where the time goes, for which command buffers must be off (XLA_FLAGS=--xla_gpu_enable_command_buffer=).
+`--profile` adds where the time goes, for which command buffers must be off
+(XLA_FLAGS=--xla_gpu_enable_command_buffer=).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SCOPES = (
 SEGMENTS, REPEATS = 4, 7
 
 
-def matrix_rate(size: int = 8192) -> float:
+def matrix_rate(size: int) -> float:
     """bfloat16 operations a second of a product of two size x size matrices, the median of ten calls of ten."""
     x = jnp.full((size, size), 0.01, jnp.bfloat16)
     run = jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda _, y: (y @ x) * jnp.bfloat16(0.01), x))
@@ -98,7 +99,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         state, metrics = step(state, frozen, inputs)
         jax.block_until_ready(metrics.loss)
         times.append(time.perf_counter() - started)
-    step_s, rate = statistics.median(times[2:]), matrix_rate()
+    step_s, rate = statistics.median(times[2:]), matrix_rate(8192 if jax.default_backend() != "cpu" else 256)
     tokens = args.batch * args.length
     each = flops_per_token(config, head_config(config), args.steps, (args.length // SEGMENTS + 1) / 2)
     report: dict[str, Any] = {
