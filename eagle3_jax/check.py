@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eagle3_jax.checkpoint.block_fp8 import stored_block
 from eagle3_jax.checkpoint.hf import cut, load_target, read_config
 from eagle3_jax.checkpoint.source import read_json, resolve
 from eagle3_jax.config import DELTA, TargetConfig
@@ -57,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
     _need_transformers()
     folder = resolve(args.target, args.revision)
     reference = resolve(args.reference) if args.reference else folder
-    config = cut(read_config(read_json(folder, "config.json", required=True), folder), args.num_layers)
+    raw = read_json(folder, "config.json", required=True)
+    if stored_block(raw, folder) and not args.reference:
+        raise UserError(f"{folder}: the checkpoint is fp8: name its original with --reference, and a wider --tolerance")
+    config = cut(read_config(raw, folder), args.num_layers)
     tokens = choose_tokens(folder, config, args.text, args.token_ids)
     ours = our_trace(folder, tokens, args.num_layers)
     gc.collect()

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from eagle3_jax.checkpoint.block_fp8 import stored_block, with_scales
 from eagle3_jax.checkpoint.fill import make_plan
 from eagle3_jax.checkpoint.formats.head import EMBEDDING, FLAGS
 from eagle3_jax.checkpoint.formats.read import Findings, examine
 from eagle3_jax.checkpoint.formats.tensors import Rows, embedding_note, stored_shapes
 from eagle3_jax.checkpoint.hf import NamedTensors, is_drafter, name_tensors, parameters_of, read_config, size
 from eagle3_jax.checkpoint.layout import Parameter, rules_for
+from eagle3_jax.checkpoint.placing import half_quantised
 from eagle3_jax.checkpoint.problems import CheckpointError
 from eagle3_jax.checkpoint.source import Source, has_weights, open_source, read_json, resolve
 from eagle3_jax.checkpoint.stop_ids import stop_ids
@@ -95,8 +97,9 @@ def inspect_target(folder: Path, raw: Mapping[str, Any], source: Source | None) 
     ]
     if named is None:
         return lines, []
-    plan = make_plan(parameters, named.tensors, rules_for(config), named.full_name)
-    return lines, [*named.problems, *plan.problems]
+    tensors, faults = with_scales(named.tensors, stored_block(raw, folder))
+    plan = make_plan(parameters, tensors, rules_for(config), named.full_name)
+    return lines, [*named.problems, *faults, *plan.problems, *half_quantised(plan)]
 
 
 def layer_pattern(layer_types: tuple[str, ...]) -> str:

@@ -112,7 +112,8 @@ def logical_axes(path: Sequence[str]) -> tuple[str, ...]:
 
 @functools.cache
 def _axes_of(name: str) -> tuple[str, ...]:
-    return next((axes for pattern, axes in _PARAMETERS if re.search(rf"(^|\.){pattern}$", name)), ())
+    matrix = name.removesuffix("_scale")  # of a quantised matrix: cut as it is, blocks as the inputs they scale
+    return next((axes for pattern, axes in _PARAMETERS if re.search(rf"(^|\.){pattern}$", matrix)), ())
 
 
 @functools.cache
@@ -126,8 +127,8 @@ def param_sharding(
     """Where a parameter of `shape` lies on `mesh`. With the model's `config`, heads are kept whole."""
     axes, field = logical_axes(path), _heads_field(".".join(str(p) for p in path))
     heads = getattr(config, field, None) if field else None
-    sizes = [heads if heads and axis == "heads" else size for axis, size in zip(axes, shape, strict=False)]
-    return axes_sharding(axes, sizes, mesh)
+    pieces = [math.gcd(heads, n) if heads and axis == "heads" else n for axis, n in zip(axes, shape, strict=False)]
+    return axes_sharding(axes, pieces, mesh)
 
 
 def model_shardings(state: Any, mesh: Mesh, config: TargetConfig | DraftConfig) -> Any:

@@ -238,6 +238,7 @@ def _setting(args: argparse.Namespace, llm: LLM, raw: bool, num_prompts: int) ->
         "seed": args.seed,
         "batch_size": args.batch_size,
         "dtype": llm.dtype,
+        "quantization": args.quantization,
         "device": device.device_kind,
         "num_devices": args.tp,
     }

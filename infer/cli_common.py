@@ -35,6 +35,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags on how models are loaded and drafts are judged."""
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    group.add_argument("--quantization", help="the target's matrices in one byte: int8, fp8 or fp8_per_block")
     group.add_argument("--tp", type=int, default=1, help="devices over which the model is spread")
     group.add_argument("--mesh", help="instead of --tp: devices along several axes, as 'dp2 tp4' or 'ep4 tp2'")
     group.add_argument("--max-model-len", type=int, help="longest prompt and answer together, in tokens")
@@ -49,6 +50,7 @@ def engine_keywords(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords of `LLM` from the flags of `add_engine_arguments`."""
     return {
         "dtype": args.dtype,
+        "quantization": args.quantization,
         "tensor_parallel_size": args.tp,
         "mesh": args.mesh,
         "max_model_len": args.max_model_len,

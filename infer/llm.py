@@ -71,6 +71,7 @@ class LLM:
       max_model_len         longest prompt and continuation together (default: the model's, but no more than 4096)
       max_num_seqs          slots: prompts that are continued at the same time; more wait (default 16)
       dtype                 "auto" (the checkpoint's), "float32" or "bfloat16"
+      quantization          the target's matrices in one byte: "int8", "fp8" or "fp8_per_block"; never the head's
       seed                  for requests without a seed of their own (default 0)
       revision, tokenizer, skip_tokenizer_init
       cycles_per_sync       cycles on the device between two looks of the host: how often `stream` has something new,
@@ -97,7 +98,7 @@ class LLM:
         head = None if drafting.model is None else read_head(drafting.model, config, revision=drafting.revision)
         mesh = _mesh(options, config, None if head is None else head.config)
         tokenizer = None if options.skip_tokenizer_init else _load_tokenizer(options.tokenizer or folder)
-        target = load_target(folder, dtype=options.dtype, mesh=mesh)
+        target = load_target(folder, dtype=options.dtype, mesh=mesh, quantization=options.quantization)
         for note in (target.skipped, *target.notes):
             _say(note)
         drafter = _load_head(drafting, target.model, mesh) if drafting.model is not None else None
@@ -124,6 +125,10 @@ class LLM:
         options = check_options(keywords)
         if drafter is None and options.speculative_config is not None:
             raise UserError("speculative_config: no drafter was given")
+        if options.quantization is not None:
+            raise UserError(
+                "quantization: the target is loaded already; see load_target(quantization=), quantize_model"
+            )
         here = Path("the drafter that was given")
         drafting = check_speculative_config(options.speculative_config, default_model=here if drafter else None)
         if mesh is None:

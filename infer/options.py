@@ -11,6 +11,7 @@ from typing import Any, get_args
 import eagle3_jax
 from eagle3_jax.errors import UserError
 from eagle3_jax.meshes import MeshShape, parse_mesh
+from eagle3_jax.quantization import find_quantization
 from infer.cycle import MAX_DRAFTS, Speculation
 from infer.params import nearest
 from infer.sampling import DraftSampleMethod
@@ -82,6 +83,7 @@ class Options:
     mesh: str | None = None
     speculative_config: Mapping[str, Any] | None = None
     dtype: str = "auto"
+    quantization: str | None = None
     seed: int = 0
     revision: str | None = None
     max_model_len: int | None = None
@@ -101,6 +103,8 @@ def check_options(given: Mapping[str, Any]) -> Options:
     if options.max_model_len is not None:
         _check_count("LLM", "max_model_len", options.max_model_len, 2)
     _check_count("LLM", "seed", options.seed, 0)
+    if options.quantization is not None:
+        _check_quantization(options.quantization)
     if options.mesh is not None and options.tensor_parallel_size > 1:
         raise UserError("LLM: mesh and tensor_parallel_size are both given: give one")
     return options
@@ -177,6 +181,13 @@ def _warn_no_effect(where: str, names: set[str]) -> None:
 def _check_count(where: str, name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UserError(f"{where}: {name}={value!r} is not allowed: it must be an integer of at least {least}")
+
+
+def _check_quantization(name: object) -> None:
+    try:
+        find_quantization(name)
+    except UserError as error:
+        raise UserError(f"LLM: {error}") from None
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

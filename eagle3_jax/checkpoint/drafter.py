@@ -16,8 +16,9 @@ from eagle3_jax.checkpoint.fill import fill, make_plan, to_device
 from eagle3_jax.checkpoint.formats import Choices, Head, read_head
 from eagle3_jax.checkpoint.formats.head import EMBEDDING, OUTPUT, TABLES
 from eagle3_jax.checkpoint.formats.tensors import embedding_note, not_finite
-from eagle3_jax.checkpoint.hf import parameters_of, resolve_dtype, sharding_of, with_arrays
+from eagle3_jax.checkpoint.hf import parameters_of, resolve_dtype, with_arrays
 from eagle3_jax.checkpoint.layout import EVERY_FAMILY, Parameter
+from eagle3_jax.checkpoint.placing import sharding_of
 from eagle3_jax.checkpoint.problems import CheckpointError
 from eagle3_jax.checkpoint.safetensors_file import TensorInfo
 from eagle3_jax.checkpoint.vocab_map import Reading

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from eagle3_jax.checkpoint.layout import Index, Parameter, Piece, Rule, alternatives
+from eagle3_jax.checkpoint.block_fp8 import BlockTensor
+from eagle3_jax.checkpoint.layout import Index, Parameter, Piece, Rows, Rule, Transpose, alternatives
 from eagle3_jax.checkpoint.safetensors_file import TensorInfo
 
 Found = tuple[Piece, TensorInfo]
@@ -66,7 +67,8 @@ def _fault(piece: Piece, info: TensorInfo, parameter: Parameter) -> str:
     expected = piece.stored_shape(parameter.shape)
     if info.shape != expected:
         return f"wrong shape: {where}: expected {list(expected)}, found {list(info.shape)}"
-    if _kind(info.dtype) != _kind(parameter.dtype):
+    with_scales = isinstance(info, BlockTensor) and isinstance(piece.layout, Transpose | Rows)
+    if _kind(info.dtype) != _kind(parameter.dtype) and not with_scales:
         return f"wrong dtype: {where}: expected {_kind(parameter.dtype)} values, found {info.dtype}"
     return ""
 

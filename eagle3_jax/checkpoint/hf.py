@@ -14,17 +14,19 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from eagle3_jax.checkpoint.fill import fill, make_plan, to_device
+from eagle3_jax.checkpoint.block_fp8 import stored_block, with_scales
+from eagle3_jax.checkpoint.fill import make_plan
 from eagle3_jax.checkpoint.formats.keys import architectures
 from eagle3_jax.checkpoint.layout import Parameter, rules_for
+from eagle3_jax.checkpoint.placing import Placing, half_quantised, loaded_as, quantised_paths
 from eagle3_jax.checkpoint.problems import CheckpointError
 from eagle3_jax.checkpoint.safetensors_file import TensorInfo
 from eagle3_jax.checkpoint.source import Source, open_source, read_json, resolve
 from eagle3_jax.checkpoint.stop_ids import stop_ids
-from eagle3_jax.config import DraftConfig, TargetConfig
+from eagle3_jax.config import TargetConfig
 from eagle3_jax.errors import ConfigError
 from eagle3_jax.precision import parse_dtype
-from eagle3_jax.sharding import param_sharding
+from eagle3_jax.quantization import quantize_model
 from eagle3_jax.target import Target
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
@@ -138,6 +140,7 @@ def load_target(
     mesh: Mesh | None = None,
     config_overrides: Mapping[str, Any] | None = None,
     num_layers: int | None = None,
+    quantization: str | None = None,
 ) -> LoadedTarget:
     """Loads a target's text decoder, tensor by tensor, onto the device or onto the devices of `mesh`.
 
@@ -147,6 +150,8 @@ def load_target(
         model keeps in float32 stay so.
       config_overrides: fields of `TargetConfig` to be replaced.
       num_layers: load only so many layers, to look at part of a model that is too large as a whole.
+      quantization: "int8", "fp8" or "fp8_per_block": matrices are held in one byte, see `eagle3_jax.quantization`. With
+        an fp8 checkpoint "fp8" keeps what is in the files; None dequantises it.
 
     Raises:
       CheckpointError: with every problem of the folder.
@@ -155,14 +160,21 @@ def load_target(
     folder = resolve(path_or_id, revision)
     raw = read_json(folder, "config.json", required=True)
     config = cut(read_config(raw, folder, config_overrides), num_layers)
+    block = stored_block(raw, folder)
+    how = loaded_as(quantization, block)
     source = open_source(folder)
     kind = resolve_dtype(dtype, raw, source)
     graph, abstract = nnx.split(nnx.eval_shape(lambda: Target(config, dtype=kind, rngs=nnx.Rngs(0))))
     named = name_tensors(source, config, first_layers=num_layers is not None)
-    plan = make_plan(parameters_of(abstract), named.tensors, rules_for(config), named.full_name)
-    if problems := (*named.problems, *plan.problems):
+    tensors, faults = with_scales(named.tensors, block)
+    plan = make_plan(parameters_of(abstract), tensors, rules_for(config), named.full_name)
+    if problems := (*named.problems, *faults, *plan.problems, *half_quantised(plan)):
         raise CheckpointError(folder, problems)
-    arrays = fill(plan, lambda parameter, found: to_device(parameter, found, sharding_of(parameter, mesh, config)))
+    paths = quantised_paths(plan, how, block)
+    if how is not None:
+        make = lambda: quantize_model(Target(config, dtype=kind, rngs=nnx.Rngs(0)), how, paths)
+        graph, abstract = nnx.split(nnx.eval_shape(make))
+    arrays = Placing(config, mesh, how, paths).arrays(plan)
     stops, notes = stop_ids(folder)
     return LoadedTarget(
         nnx.merge(graph, with_arrays(abstract, arrays)), config, folder, stops,
@@ -171,12 +183,9 @@ def load_target(
 
 
 def read_config(raw: Mapping[str, Any], folder: Path, overrides: Mapping[str, Any] | None = None) -> TargetConfig:
-    """The target's config with `overrides`; refuses quantised checkpoints, whose tensors mean something else."""
+    """The target's config with `overrides`; refuses checkpoints quantised in ways that are not known here."""
     where = str(folder / "config.json")
-    text = raw.get("text_config") or {}
-    if quantised := raw.get("quantization_config") or text.get("quantization_config"):
-        method = quantised.get("quant_method", "unknown method")
-        raise ConfigError(f"{where}: a quantised checkpoint ({method}) is not supported; use the bfloat16 one")
+    stored_block(raw, folder)
     if is_drafter(raw):
         raise ConfigError(f"{where}: this is a drafter, not a target; give it as the drafter of a target")
     config = TargetConfig.from_hf(raw, where=where)
@@ -215,7 +224,8 @@ def resolve_dtype(dtype: Any, raw: Mapping[str, Any], source: Iterable[TensorInf
     if named is None:
         named = max(source, key=lambda info: info.nbytes).dtype.name
     named = named.removeprefix("torch.")
-    return parse_dtype({"float16": "bfloat16", "float64": "float32"}.get(named, named))
+    known = {"float16": "bfloat16", "float64": "float32", "float8_e4m3fn": "bfloat16"}
+    return parse_dtype(known.get(named, named))
 
 
 def parameters_of(abstract: nnx.State, kind: type[nnx.Variable[Any]] = nnx.Param) -> list[Parameter]:
@@ -231,10 +241,3 @@ def with_arrays(abstract: nnx.State, arrays: Mapping[str, jax.Array]) -> nnx.Sta
     """The state with its variables' arrays in place of shapes, by dotted path."""
     flat: Iterable[tuple[tuple[Any, ...], Any]] = nnx.to_flat_state(abstract)
     return nnx.from_flat_state([(path, variable.replace(arrays[".".join(map(str, path))])) for path, variable in flat])
-
-
-def sharding_of(parameter: Parameter, mesh: Mesh | None, config: TargetConfig | DraftConfig) -> Any:
-    """Where a parameter goes on `mesh`; None without one."""
-    if mesh is None:
-        return None
-    return param_sharding(tuple(parameter.path.split(".")), parameter.shape, mesh, config)

@@ -19,6 +19,7 @@ from eagle3_jax.checkpoint.source import INDEX, SINGLE
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.errors import ConfigError
 from eagle3_jax.precision import ALWAYS_FLOAT32
+from eagle3_jax.quantization import SCALE
 from eagle3_jax.target import Target
 
 Host = np.ndarray[Any, Any]
@@ -36,12 +37,15 @@ def save_target(
     """Writes `model` so that transformers and `load_target` read it back. Other files in `folder` stay.
 
     Args:
-      config: the config.json to write; it must describe this model. Its dtype is set to what is written.
+      config: the config.json to write; it must describe this model. Its dtype is set to what is written, and what it
+        says of quantisation is left out.
       dtype: float32 or bfloat16; by default as the model has it.
       max_shard_bytes: weights are split into files of about this size.
     """
     _check_config(model.config, config)
     state = nnx.split(model)[1]
+    if any(parameter.path.endswith(SCALE) for parameter in parameters_of(state)):
+        raise ConfigError("a quantised target cannot be written; load it without quantization")
     arrays = {".".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
     stem = "model.language_model." if "text_config" in config else "model."
     outgoing = {
@@ -67,7 +71,7 @@ def _check_config(model: TargetConfig, config: Mapping[str, Any]) -> None:
 def _with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     named = {key: name for key in ("dtype", "torch_dtype") if key in config or key == "dtype"}
     nested = {"text_config": _with_dtype(config["text_config"], name)} if "text_config" in config else {}
-    return {**config, **named, **nested}
+    return {key: value for key, value in {**config, **named, **nested}.items() if key != "quantization_config"}
 
 
 def outgoing_tensors(

@@ -8,6 +8,8 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
+from eagle3_jax.quantization import matmul, matrix
+
 
 @jax.custom_vjp
 def logits(x: Array, kernel: Array) -> Array:
@@ -33,15 +35,20 @@ logits.defvjp(_logits_forward, _logits_backward)
 
 
 class Linear(nnx.Module):
-    """y = x @ kernel (+ bias). `kernel` is [in, out]: the transpose of Hugging Face's `weight`."""
+    """y = x @ kernel (+ bias). `kernel` is [in, out]: the transpose of Hugging Face's `weight`.
+
+    Quantised (`eagle3_jax.quantization`), it holds bytes, and `kernel_scale` [blocks, out] what they are multiplied by.
+    """
 
     def __init__(self, d_in: int, d_out: int, *, bias: bool = False, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         scale = d_in**-0.5
         self.kernel = nnx.Param((jax.random.normal(rngs.params(), (d_in, d_out)) * scale).astype(dtype))
+        self.kernel_scale: nnx.Param[Array] | None = None
+        self.block = 0
         self.bias = nnx.Param(jnp.zeros((d_out,), dtype)) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        y = jnp.matmul(x, self.kernel[...])
+        y = matmul(x, matrix(self, "kernel"))
         return y if self.bias is None else y + self.bias[...].reshape((1,) * (y.ndim - 1) + (-1,))
 
 

@@ -12,26 +12,30 @@ from jax.typing import DTypeLike
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.layers.linear import Linear
 from eagle3_jax.layers.mlp import MLP
+from eagle3_jax.quantization import Matrix, matrix, ragged_dot
 from eagle3_jax.sharding import Layout, current_layout
 
 
 class Experts(nnx.Module):
-    """`gate_up_proj` [E,D,2F] (gate columns first) and `down_proj` [E,F,D]."""
+    """`gate_up_proj` [E,D,2F] (gate columns first) and `down_proj` [E,F,D]; quantised, scales [E,blocks,...] beside."""
 
     def __init__(self, config: TargetConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nnx.Param((jax.random.normal(rngs.params(), (e, d, 2 * f)) * d**-0.5).astype(dtype))
         self.down_proj = nnx.Param((jax.random.normal(rngs.params(), (e, f, d)) * f**-0.5).astype(dtype))
+        self.gate_up_proj_scale: nnx.Param[Array] | None = None
+        self.down_proj_scale: nnx.Param[Array] | None = None
+        self.block = 0
 
 
-Matrices = tuple[Array, Array, Array]
+Matrices = tuple[Array, Matrix, Matrix]
 """Router [D,E], and the experts' `gate_up_proj` and `down_proj`, all of them or those of one device."""
 
 
-def run_experts(x: Array, group_sizes: Array, gate_up_proj: Array, down_proj: Array) -> Array:
+def run_experts(x: Array, group_sizes: Array, gate_up_proj: Matrix, down_proj: Matrix) -> Array:
     """x [rows, D], sorted by expert; `group_sizes` [E] rows each. What comes out for rows of no group is undefined."""
-    gate, up = jnp.split(jax.lax.ragged_dot(x, gate_up_proj, group_sizes), 2, axis=-1)
-    return jax.lax.ragged_dot(jax.nn.silu(gate) * up, down_proj, group_sizes)
+    gate, up = jnp.split(ragged_dot(x, gate_up_proj, group_sizes), 2, axis=-1)
+    return ragged_dot(jax.nn.silu(gate) * up, down_proj, group_sizes)
 
 
 class MoE(nnx.Module):
@@ -55,7 +59,8 @@ class MoE(nnx.Module):
         )
 
     def __call__(self, x: Array) -> Array:
-        matrices = (self.gate.kernel[...], self.experts.gate_up_proj[...], self.experts.down_proj[...])
+        gate_up_proj, down_proj = matrix(self.experts, "gate_up_proj"), matrix(self.experts, "down_proj")
+        matrices = (self.gate.kernel[...], gate_up_proj, down_proj)
         layout = current_layout()
         mixed = self._mix(x, matrices, 0) if layout is None else self._spread(layout, x, matrices)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
@@ -81,7 +86,7 @@ class MoE(nnx.Module):
     def _mix(self, x: Array, matrices: Matrices, first: Array | int, dtype: DTypeLike | None = None) -> Array:
         """Of x [B,T,D], what the experts from `first` on, as many as are given, add to each token."""
         router, gate_up_proj, down_proj = matrices
-        flat, here = x.reshape(-1, x.shape[-1]), len(gate_up_proj)
+        flat, here = x.reshape(-1, x.shape[-1]), gate_up_proj.shape[0]
         weights, chosen = self._route(flat, router)
         expert = chosen.reshape(-1) - first
         expert = jnp.where((expert >= 0) & (expert < here), expert, here)  # those of other devices stand last

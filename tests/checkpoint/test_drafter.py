@@ -193,7 +193,6 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
         ({"architectures": ["Qwen3MoeForCausalLMEagle3"]}, "architecture Qwen3MoeForCausalLMEagle3 is not supported"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
         ({"target_hidden_size": 64}, "target_hidden_size 64, the target has 32"),
         ({"intermediate_size": None}, "'intermediate_size' is missing"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 10]}}, "[11] are outside the boundaries 0..10"),
@@ -201,6 +200,25 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_run_is_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     assert message in problems(write(tmp_path, SPECFORGE | config, head_tensors()))
+
+
+@pytest.mark.parametrize("config", [SPECFORGE, SPECULATORS], ids=["specforge", "speculators"])
+def test_a_head_does_not_inherit_how_its_target_is_quantised(config: dict[str, Any], tmp_path: Path) -> None:
+    """Configs of heads are often made from their targets': the tensors say what is true."""
+    leaked = config | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    prefix = "midlayer." if config is SPECFORGE else "layers.0."
+    tensors = head_tensors(prefix)
+    if config is SPECULATORS:
+        norms = {"input_norm": 3 * D, "layers.0.self_attn.q_norm": H, "layers.0.self_attn.k_norm": H}
+        tensors |= {f"{name}.weight": np.ones(size, np.float32) for name, size in norms.items()}
+    head = load_drafter(write(tmp_path / "head", leaked, tensors), TARGET)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(nnx.state(head.model, nnx.Param)))
+    assert not [path for path, _ in nnx.to_flat_state(nnx.state(head.model)) if str(path[-1]).endswith("_scale")]
+    assert any("quantization_config in config.json is not the head's" in note for note in head.notes)
+    name = f"{prefix}mlp.up_proj.weight"
+    tensors[name] = tensors[name].astype(jnp.float8_e4m3fn)
+    found = problems(write(tmp_path / "fp8", leaked, tensors))
+    assert f"a quantised drafter is not supported: {name} is float8_e4m3fn" in found
 
 
 def test_target_and_drafter_folders_are_not_mistaken(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ def test_vllms_own_keywords_are_accepted_with_one_warning() -> None:
             {"tensor_paralel_size": 2},
             "LLM: unknown keyword 'tensor_paralel_size' (did you mean 'tensor_parallel_size'?)",
         ),
-        ({"quantization": "fp8"}, "LLM: unknown keyword 'quantization'; known: tokenizer, skip_tokenizer_init"),
+        ({"load_in_8bit": True}, "LLM: unknown keyword 'load_in_8bit'; known: tokenizer, skip_tokenizer_init"),
+        ({"quantization": "awq"}, "LLM: quantization='awq' is not offered; choose one of int8, fp8, fp8_per_block, or"),
         ({"enforce_eagre": True}, "(did you mean 'enforce_eager'?)"),
         (
             {"tensor_parallel_size": 0},

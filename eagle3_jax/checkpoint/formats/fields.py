@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eagle3_jax.checkpoint.formats.head import Convention, Sections, usual_layers
+from eagle3_jax.checkpoint.formats.head import TABLES, Convention, Sections, usual_layers
 from eagle3_jax.checkpoint.formats.keys import LARGEST, MANY, MOST, Keys
 from eagle3_jax.checkpoint.safetensors_file import TensorInfo
 from eagle3_jax.checkpoint.vocab_map import Reading
@@ -57,6 +57,7 @@ def read_fields(
     sizes = _sizes(layer, sections, tensors, target, found)
     rope = _rope(layer, sections, sizes.get("head_dim") or 0, choices, target, found)
     _unsupported(layer, found)
+    _quantisation(layer, tensors, found)
     _compare(layer, sections, target, found)
     if any(value is None for value in sizes.values()) or rope is None or _aux_failed(found):
         return found
@@ -210,8 +211,6 @@ def _note_theta(layer: Keys, nested: list[Mapping[str, Any]], rope: RopeConfig, 
 
 def _unsupported(layer: Keys, found: Fields) -> None:
     values = layer.values
-    if values.get("quantization_config"):
-        found.problems.append("a quantised drafter is not supported")
     if values.get("hidden_act", "silu") not in ("silu", "swish"):
         found.problems.append(f"hidden_act {values['hidden_act']!r} is not supported, only silu")
     if layer.flag("mlp_bias"):
@@ -222,6 +221,17 @@ def _unsupported(layer: Keys, found: Fields) -> None:
         found.notes.append(
             f"trained with a sliding window of {window}, run with full attention: expect less beyond {window}"
         )
+
+
+def _quantisation(layer: Keys, tensors: Mapping[str, TensorInfo], found: Fields) -> None:
+    """The tensors decide: a config often carries its target's quantization_config, and the head is bfloat16."""
+    packed = [t for n, t in tensors.items() if n not in TABLES and (t.dtype.itemsize == 1 or t.dtype.kind in "iu")]
+    if not layer.values.get("quantization_config"):
+        return
+    if packed:
+        found.problems.append(f"a quantised drafter is not supported: {packed[0].name} is {packed[0].dtype}")
+    else:
+        found.notes.append("quantization_config in config.json is not the head's, whose weights are not quantised")
 
 
 def _compare(layer: Keys, sections: Sections, target: TargetConfig | None, found: Fields) -> None:

@@ -24,13 +24,12 @@ def _sections(raw: Mapping[str, Any]) -> Sections:
     top = Keys(raw, problems)
     layer = top.table("transformer_layer_config")
     verifier = top.table("speculators_config").table("verifier")
-    if raw.get("quantization_config"):
-        problems.append("a quantised drafter is not supported")
     warnings = []
     if "norm_before_residual" not in raw:
         warnings.append("norm_before_residual is not in config.json: false, as speculators takes it; vLLM takes true")
+    quantised = {"quantization_config": raw["quantization_config"]} if raw.get("quantization_config") else {}
     return Sections(
-        layer=layer.values, flags={flag: top.flag(flag) for flag in FLAGS}, aux_ids=top.integers(IDS),
+        layer={**layer.values, **quantised}, flags={flag: top.flag(flag) for flag in FLAGS}, aux_ids=top.integers(IDS),
         convention="boundary", draft_vocab_size=top.integer("draft_vocab_size"),
         target_hidden_size=top.integer("target_hidden_size"), own_embedding=top.flag("embed_requires_grad"),
         tied=top.flag("tie_word_embeddings"), verifier=verifier.text("name_or_path"),

@@ -1,0 +1,173 @@
+"""Weights in one byte: int8 or e4m3 values, and float32 scales that many of them share.
+
+Only weights: activations, caches and products keep the model's dtype. Quantised are the matrices of the decoder layers
+(`MATRICES`), nearly all bytes of a model. The rest stays as it is: the embedding (a lookup reads few rows of it), the
+output layer (its error would go straight into the logits, and tied models share it with the embedding), norms,
+convolutions, routers and gates (small; a router's choices are discrete, and a decay's error is compounded).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from eagle3_jax.errors import ConfigError
+from eagle3_jax.sharding import current_layout
+
+SCALE = "_scale"
+"""A quantised parameter's scale is the parameter of this ending beside it."""
+MATRICES = re.compile(
+    r"layers\.\d+\.(self_attn\.[qkvo]_proj\.kernel|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)\.kernel"
+    r"|mlp\.(shared_expert\.)?(gate|up|down)_proj\.kernel|mlp\.experts\.(gate_up|down)_proj)"
+)
+FEW_ROWS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How weights are stored: `largest` is the greatest magnitude used of `dtype`.
+
+    A scale belongs to one output and `block` of its inputs; None: to all of its inputs.
+    """
+
+    dtype: Any
+    largest: float
+    block: int | None = None
+
+
+E4M3 = Quantization(jnp.float8_e4m3fn, 448.0)
+QUANTIZATIONS = {
+    "int8": Quantization(jnp.int8, 127.0),
+    "fp8": E4M3,
+    "fp8_per_block": dataclasses.replace(E4M3, block=128),
+}
+
+
+def find_quantization(name: object) -> Quantization:
+    """By name, as in vLLM. Raises ConfigError for one that is not offered."""
+    if not isinstance(name, str) or name not in QUANTIZATIONS:
+        known = ", ".join(QUANTIZATIONS)
+        raise ConfigError(f"quantization={name!r} is not offered; choose one of {known}, or None")
+    return QUANTIZATIONS[name]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """`values` [..., in, out] in one byte; `scale` [..., blocks, out] float32, each for `block` inputs of one output.
+
+    One block for all inputs: `block` is then 0.
+    """
+
+    values: Array
+    scale: Array
+    block: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def dequantize(self, dtype: DTypeLike) -> Array:
+        """[..., in, out]: the product in float32, rounded once."""
+        return (self.values.astype(jnp.float32) * _spread(self.scale, self.block, self.shape[-2])).astype(dtype)
+
+
+Matrix = Array | Quantized
+
+
+def _spread(scale: Array, block: int, inputs: int) -> Array:
+    """Each input's own scale; of one block, something that broadcasts."""
+    return scale if scale.shape[-2] == 1 else jnp.repeat(scale, block, axis=-2)[..., :inputs, :]
+
+
+def quantize(w: Array, how: Quantization) -> Quantized:
+    """Rounds w [..., in, out] to the nearest, symmetrically: the largest magnitude of a block becomes `how.largest`."""
+    inputs = w.shape[-2]
+    block = how.block or inputs
+    exact = w.astype(jnp.float32)
+    padded = jnp.pad(jnp.abs(exact), [(0, 0)] * (w.ndim - 2) + [(0, -inputs % block), (0, 0)])
+    most = jnp.max(padded.reshape(*w.shape[:-2], -1, block, w.shape[-1]), axis=-2)
+    scale = jnp.where(most > 0, most / how.largest, 1.0)
+    values = jnp.clip(exact / _spread(scale, block, inputs), -how.largest, how.largest)
+    if jnp.issubdtype(how.dtype, jnp.integer):
+        values = jnp.round(values)
+    return Quantized(values.astype(how.dtype), scale, how.block or 0)
+
+
+def matmul(x: Array, w: Matrix) -> Array:
+    """x [..., in] @ w [in, out], in the dtype of x. Scales of whole columns are applied to the product.
+
+    The values are exact in bfloat16, so that the conversion is all that stands before the product and XLA can fuse it
+    in. Scales by block come in between: with few rows the blocks' own products are scaled and summed, since a matrix
+    written out in full would cost more than it saved; with more rows it is, and the products are those of that matrix.
+    """
+    if not isinstance(w, Quantized):
+        return jnp.matmul(x, w)
+    if w.scale.shape[-2] == 1:
+        y = jnp.matmul(x, w.values.astype(x.dtype), preferred_element_type=jnp.float32)
+        return (y * w.scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
+    # On a mesh, blocks may be cut where devices meet.
+    if x.size <= FEW_ROWS * x.shape[-1] and x.shape[-1] % w.block == 0 and current_layout() is None:
+        return _sum_of_blocks(x, w)
+    return jnp.matmul(x, w.dequantize(x.dtype))
+
+
+def _sum_of_blocks(x: Array, w: Quantized) -> Array:
+    parts = x.reshape(-1, w.scale.shape[0], w.block)
+    values = w.values.reshape(-1, w.block, w.shape[-1]).astype(x.dtype)
+    y = jnp.einsum("mbk,bkn->bmn", parts, values, preferred_element_type=jnp.float32)
+    return jnp.sum(y * w.scale[:, None], axis=0).astype(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def ragged_dot(x: Array, w: Matrix, group_sizes: Array) -> Array:
+    """`jax.lax.ragged_dot`: x [rows, in], sorted into groups, with w [groups, in, out]."""
+    if not isinstance(w, Quantized):
+        return jax.lax.ragged_dot(x, w, group_sizes)
+    if w.scale.shape[-2] > 1:
+        return jax.lax.ragged_dot(x, w.dequantize(x.dtype), group_sizes)
+    y = jax.lax.ragged_dot(x, w.values.astype(x.dtype), group_sizes, preferred_element_type=jnp.float32)
+    scale = jnp.repeat(w.scale[:, 0], group_sizes, axis=0, total_repeat_length=len(x))
+    return (y * scale).astype(x.dtype)
+
+
+def matrix(owner: Any, name: str) -> Matrix:
+    """The parameter `name` of a layer, with its scale if it is quantised."""
+    scale = getattr(owner, name + SCALE)
+    values = getattr(owner, name)[...]
+    return values if scale is None else Quantized(values, scale[...], owner.block)
+
+
+def store(owner: Any, name: str, found: Quantized) -> None:
+    """Puts a quantised matrix in the place of the parameter `name` of a layer."""
+    setattr(owner, name, nnx.Param(found.values))
+    setattr(owner, name + SCALE, nnx.data(nnx.Param(found.scale)))
+    owner.block = found.block
+
+
+def quantize_model(model: Any, how: Quantization, paths: Collection[str] | None = None) -> Any:
+    """Quantises the matrices of a target in place, one after another, and returns it.
+
+    paths: dotted paths of the parameters, by default those that match `MATRICES`.
+    """
+    one = jax.jit(partial(quantize, how=how))
+    names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    for path in names:
+        if MATRICES.fullmatch(path) if paths is None else path in paths:
+            *where, name = path.split(".")
+            owner = functools.reduce(_child, where, model)
+            store(owner, name, one(getattr(owner, name)[...]))
+    return model
+
+
+def _child(module: Any, name: str) -> Any:
+    return module[int(name)] if name.isdigit() else getattr(module, name)
