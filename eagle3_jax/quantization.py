@@ -108,8 +108,8 @@ def matmul(x: Array, w: Matrix) -> Array:
     """x [..., in] @ w [in, out], in the dtype of x. Scales of whole columns are applied to the product.
 
     The values are exact in bfloat16, so that the conversion is all that stands before the product and XLA can fuse it
-    in. Scales by block come in between: with few rows the blocks' own products are scaled and summed, since a matrix
-    written out in full would cost more than it saved; with more rows it is, and the products are those of that matrix.
+    in. Scales by block come in between. A TPU's compiler fuses them as well; of a GPU's that is not known, and with few
+    rows a matrix written out in full would cost more than it saved: there the products of blocks are scaled and summed.
     """
     if not isinstance(w, Quantized):
         return jnp.matmul(x, w)
@@ -117,12 +117,14 @@ def matmul(x: Array, w: Matrix) -> Array:
         y = jnp.matmul(x, w.values.astype(x.dtype), preferred_element_type=jnp.float32)
         return (y * w.scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
     # On a mesh, blocks may be cut where devices meet.
-    if x.size <= FEW_ROWS * x.shape[-1] and x.shape[-1] % w.block == 0 and current_layout() is None:
-        return _sum_of_blocks(x, w)
+    few = x.size <= FEW_ROWS * x.shape[-1] and x.shape[-1] % w.block == 0 and current_layout() is None
+    if few and jax.default_backend() == "gpu":
+        return sum_of_blocks(x, w)
     return jnp.matmul(x, w.dequantize(x.dtype))
 
 
-def _sum_of_blocks(x: Array, w: Quantized) -> Array:
+def sum_of_blocks(x: Array, w: Quantized) -> Array:
+    """`matmul` without the matrix in full, but with a product [rows, out] for each block, which must be whole."""
     parts = x.reshape(-1, w.scale.shape[0], w.block)
     values = w.values.reshape(-1, w.block, w.shape[-1]).astype(x.dtype)
     y = jnp.einsum("mbk,bkn->bmn", parts, values, preferred_element_type=jnp.float32)
@@ -130,12 +132,16 @@ def _sum_of_blocks(x: Array, w: Quantized) -> Array:
 
 
 def ragged_dot(x: Array, w: Matrix, group_sizes: Array) -> Array:
-    """`jax.lax.ragged_dot`: x [rows, in], sorted into groups, with w [groups, in, out]."""
+    """`jax.lax.ragged_dot`: x [rows, in], sorted into groups, with w [groups, in, out].
+
+    A TPU multiplies groups by int8 as it is; fp8 it first writes out in full, which saves memory and no time.
+    """
     if not isinstance(w, Quantized):
         return jax.lax.ragged_dot(x, w, group_sizes)
     if w.scale.shape[-2] > 1:
         return jax.lax.ragged_dot(x, w.dequantize(x.dtype), group_sizes)
-    y = jax.lax.ragged_dot(x, w.values.astype(x.dtype), group_sizes, preferred_element_type=jnp.float32)
+    values = w.values if jnp.issubdtype(w.values.dtype, jnp.integer) else w.values.astype(x.dtype)
+    y = jax.lax.ragged_dot(x, values, group_sizes, preferred_element_type=jnp.float32)
     scale = jnp.repeat(w.scale[:, 0], group_sizes, axis=0, total_repeat_length=len(x))
     return (y * scale).astype(x.dtype)
 

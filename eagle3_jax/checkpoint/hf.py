@@ -151,7 +151,7 @@ def load_target(
       config_overrides: fields of `TargetConfig` to be replaced.
       num_layers: load only so many layers, to look at part of a model that is too large as a whole.
       quantization: "int8", "fp8" or "fp8_per_block": matrices are held in one byte, see `eagle3_jax.quantization`. With
-        an fp8 checkpoint "fp8" keeps what is in the files; None dequantises it.
+        an fp8 checkpoint either "fp8" keeps what is in the files; None dequantises it.
 
     Raises:
       CheckpointError: with every problem of the folder.

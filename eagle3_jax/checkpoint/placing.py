@@ -15,7 +15,6 @@ from eagle3_jax.checkpoint.block_fp8 import Block, Found, is_fp8, mixed, values_
 from eagle3_jax.checkpoint.fill import Plan, fill, to_device
 from eagle3_jax.checkpoint.layout import Parameter
 from eagle3_jax.config import DraftConfig, TargetConfig
-from eagle3_jax.errors import ConfigError
 from eagle3_jax.quantization import E4M3, MATRICES, SCALE, Quantization, Quantized, find_quantization, quantize
 from eagle3_jax.sharding import param_sharding
 
@@ -28,30 +27,24 @@ def sharding_of(parameter: Parameter, mesh: Mesh | None, config: TargetConfig | 
 
 
 def loaded_as(quantization: str | None, block: Block | None) -> Quantization | None:
-    """How matrices are to be held; None: in the model's dtype. `block` is that of an fp8 checkpoint.
+    """How matrices are to be held; None: in the model's dtype. `block` is that of an fp8 checkpoint, which fp8 keeps.
 
     Raises:
-      ConfigError: a name that is not offered, or one that would round an fp8 checkpoint a second time.
+      ConfigError: a name that is not offered.
     """
     if quantization is None:
         return None
     how = find_quantization(quantization)
-    if block is None:
-        return how
-    if how.dtype != E4M3.dtype:
-        raise ConfigError(
-            f"quantization={quantization!r}: the checkpoint is fp8, and would be rounded a second time; say 'fp8' to "
-            "keep it as it is, or nothing to have it dequantised"
-        )
-    return dataclasses.replace(E4M3, block=block[1])
+    return how if block is None or how.dtype != E4M3.dtype else dataclasses.replace(E4M3, block=block[1])
 
 
 def quantised_paths(plan: Plan, how: Quantization | None, block: Block | None) -> frozenset[str]:
-    """The parameters that are held quantised: of an fp8 checkpoint, those that are so in the files."""
+    """The parameters that are held quantised: of an fp8 checkpoint that is kept, those that are so in the files."""
     if how is None:
         return frozenset()
     matrices = ((p.path, found) for p, found in plan.pieces.items() if MATRICES.fullmatch(p.path))
-    return frozenset(path for path, found in matrices if block is None or is_fp8(found))
+    as_stored = block is not None and how.dtype == E4M3.dtype
+    return frozenset(path for path, found in matrices if not as_stored or is_fp8(found))
 
 
 def half_quantised(plan: Plan) -> Iterable[str]:
@@ -74,15 +67,16 @@ class Placing:
         return {path: x for part in fill(plan, self._place).values() for path, x in part.items()}
 
     def _place(self, parameter: Parameter, found: Found) -> dict[str, jax.Array]:
-        keep = parameter.path in self.paths
-        if not is_fp8(found):
+        wanted = parameter.path in self.paths
+        if is_fp8(found):
+            (values, pieces), (scale, scales), block = values_and_scale(parameter, found)
+            stored = Quantized(self._read(values, pieces), self._read(scale, scales), block)
+            if wanted and self.how is not None and self.how.dtype == E4M3.dtype:
+                return {values.path: stored.values, scale.path: stored.scale}
+            array = jax.block_until_ready(_dequantiser(parameter.dtype, self._where(parameter))(stored))
+        else:
             array = self._read(parameter, found)
-            return self._quantise(parameter, array) if keep else {parameter.path: array}
-        (values, pieces), (scale, scales), block = values_and_scale(parameter, found)
-        stored = Quantized(self._read(values, pieces), self._read(scale, scales), block)
-        if keep:
-            return {values.path: stored.values, scale.path: stored.scale}
-        return {parameter.path: jax.block_until_ready(_dequantiser(parameter.dtype, self._where(parameter))(stored))}
+        return self._quantise(parameter, array) if wanted else {parameter.path: array}
 
     def _quantise(self, parameter: Parameter, array: jax.Array) -> dict[str, jax.Array]:
         assert self.how is not None

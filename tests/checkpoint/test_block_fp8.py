@@ -22,7 +22,7 @@ from eagle3_jax import check, inspect
 from eagle3_jax.checkpoint import CheckpointError, load_target, save_target
 from eagle3_jax.checkpoint.source import open_source, read_json
 from eagle3_jax.errors import ConfigError, UserError
-from eagle3_jax.quantization import MATRICES, SCALE
+from eagle3_jax.quantization import MATRICES, QUANTIZATIONS, SCALE, quantize_model
 from eagle3_jax.sharding import make_mesh
 from eagle3_jax.target import Target
 from tests.checkpoint.test_target import Folder, our_logits, problems, tensors_of, variant
@@ -209,9 +209,14 @@ def test_other_ways_of_quantising_are_refused_by_name(
         load_target(folder)
 
 
-def test_what_cannot_be_asked_of_a_checkpoint(fp8_of: Callable[..., Path], checkpoint: Folder) -> None:
-    with pytest.raises(ConfigError, match="quantization='int8': the checkpoint is fp8, and would be rounded a second"):
-        load_target(fp8_of("llama"), quantization="int8")
+def test_from_fp8_to_int8(fp8_of: Callable[..., Path]) -> None:
+    """As if it had been dequantised first."""
+    folder = fp8_of("llama")
+    found = load_target(folder, quantization="int8").model
+    assert_same(found, quantize_model(load_target(folder).model, QUANTIZATIONS["int8"]))
+
+
+def test_a_way_that_is_not_offered(checkpoint: Folder) -> None:
     with pytest.raises(ConfigError, match="quantization='awq' is not offered; choose one of int8, fp8, fp8_per_block"):
         load_target(checkpoint("llama"), quantization="awq")
 
