@@ -4,8 +4,8 @@ Logits are processed in vLLM's order: stop ids masked before min_tokens, tempera
 the argmax of processed logits plus Gumbel noise that belongs to its absolute position (the Gumbel-max trick), so a
 text does not depend on how its positions were grouped into windows, batches or shards.
 
-Filters never sort the vocabulary. Each is a threshold on the logits, found by 32 steps of bisection over the float's
-bits, and is skipped when no row of the batch asks for it; an all-greedy batch skips everything here but the argmax.
+Filters never sort the vocabulary. Each is a threshold on the logits, found digit by digit in the float's bits, and is
+skipped when no row of the batch asks for it; an all-greedy batch skips everything here but the argmax.
 
 Letters: B batch, W window, V vocabulary, U draft vocabulary. "Position" always means the index, in the whole
 sequence, of the token that a row of logits predicts (the first token after a prompt of n tokens has position n).
@@ -26,6 +26,7 @@ from jax import Array, lax
 
 from eagle3_jax.errors import UserError
 from infer.params import SamplingParams
+from pallas_kernels.verification.thresholds import keep_min_p, keep_top_k, keep_top_p
 
 DraftSampleMethod = Literal["coupled", "greedy", "probabilistic"]
 
@@ -201,60 +202,14 @@ def _scale_and_filter(logits: Array, params: SamplingState) -> Array:
     sampled = params.sampled
     logits = logits / jnp.where(sampled, params.temperature, 1.0)[:, None, None]
     filters: list[tuple[Array, Callable[[Array, Array], Array]]] = [
-        (jnp.where(sampled, params.min_p, 0.0), _filter_min_p),
-        (jnp.where(sampled, params.top_k, 0), _filter_top_k),
-        (jnp.where(sampled & (params.top_p < 1), params.top_p, 0.0), _filter_top_p),
+        (jnp.where(sampled, params.min_p, 0.0), keep_min_p),
+        (jnp.where(sampled, params.top_k, 0), keep_top_k),
+        (jnp.where(sampled & (params.top_p < 1), params.top_p, 0.0), keep_top_p),
     ]
-    for value, apply in filters:  # a value of 0 means "off" here
-        logits = lax.cond((value > 0).any(), apply, lambda x, _: x, logits, value[:, None])
+    for value, keep in filters:  # a value of 0 means "off" here
+        masked = lambda x, value, keep=keep: jnp.where(keep(x, value), x, -jnp.inf)
+        logits = lax.cond((value > 0).any(), masked, lambda x, _: x, logits, value[:, None])
     return logits
-
-
-def _filter_min_p(logits: Array, min_p: Array) -> Array:
-    """Keep tokens at least `min_p` [B, 1] times as likely as the likeliest."""
-    floor = logits.max(-1) + jnp.log(min_p)  # log 0 = -inf keeps everything
-    return jnp.where(logits >= floor[..., None], logits, -jnp.inf)
-
-
-def _filter_top_k(logits: Array, top_k: Array) -> Array:
-    """Keep the `top_k` [B, 1] likeliest tokens and those that tie with the last of them."""
-    vocab_size = logits.shape[-1]
-    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)
-    ordered = _ordered_bits(logits)
-    threshold = _largest_threshold(ordered, lambda kept: kept.sum(-1) >= wanted)
-    return jnp.where(ordered >= threshold[..., None], logits, -jnp.inf)
-
-
-def _filter_top_p(logits: Array, top_p: Array) -> Array:
-    """Keep the smallest set of likeliest tokens with mass `top_p` [B, 1] of what is left, and ties with its last."""
-    mass = jnp.exp(logits - logits.max(-1, keepdims=True))
-    wanted = top_p * mass.sum(-1)
-    ordered = _ordered_bits(logits)
-    threshold = _largest_threshold(ordered, lambda kept: jnp.where(kept, mass, 0.0).sum(-1) >= wanted)
-    # A row without top_p keeps everything, even tokens too unlikely to change a float32 sum: what its neighbours ask
-    # for must not change its text.
-    keep = (ordered >= threshold[..., None]) | (top_p == 0)[..., None]
-    return jnp.where(keep, logits, -jnp.inf)
-
-
-def _ordered_bits(x: Array) -> Array:
-    """uint32 with the order of the float32 `x`: a > b if and only if bits(a) > bits(b), and equal for 0 and -0."""
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _largest_threshold(ordered: Array, enough: Callable[[Array], Array]) -> Array:
-    """[B, W] uint32: the largest t for which `enough(ordered >= t)` holds; `enough` must hold for t = 0.
-
-    `enough` maps [B, W, V] bool to [B, W] bool and must be monotone: a set that contains enough is enough. Float
-    sums over the vocabulary are, since rounding is monotone and the order of addition is the same at every step.
-    """
-
-    def decide_bit(step: Array, threshold: Array) -> Array:
-        candidate = threshold | (jnp.uint32(1) << (31 - step).astype(jnp.uint32))
-        return jnp.where(enough(ordered >= candidate[..., None]), candidate, threshold)
-
-    return lax.fori_loop(0, 32, decide_bit, jnp.zeros(ordered.shape[:-1], jnp.uint32))
 
 
 # ------------------------------------------------------------------------------------------------- tokens

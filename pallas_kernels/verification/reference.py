@@ -6,7 +6,6 @@ float; nothing is sorted. What no row of the batch asks for is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.verification import threefry
+from pallas_kernels.verification.thresholds import keep_min_p, keep_top_k, keep_top_p
 
 
 class Sampling(NamedTuple):
@@ -83,48 +83,10 @@ def _mask_stops(logits: Array, sampling: Sampling) -> Array:
 
 def _scale_and_filter(logits: Array, sampling: Sampling) -> Array:
     logits = logits / jnp.where(sampling.sampled, sampling.temperature, 1.0)[:, None, None]
-    for value, keep in zip(sampling.filters, (_keep_min_p, _keep_top_k, _keep_top_p), strict=True):
+    for value, keep in zip(sampling.filters, (keep_min_p, keep_top_k, keep_top_p), strict=True):
         masked = lambda x, value, keep=keep: jnp.where(keep(x, value), x, -jnp.inf)
         logits = lax.cond((value > 0).any(), masked, lambda x, _: x, logits, value[:, None])
     return logits
-
-
-def _keep_min_p(logits: Array, min_p: Array) -> Array:
-    """Tokens at least `min_p` [B,1] times as likely as the likeliest; all where it is 0."""
-    return logits >= (logits.max(-1) + jnp.log(min_p))[..., None]
-
-
-def _keep_top_k(logits: Array, top_k: Array) -> Array:
-    """The `top_k` [B,1] likeliest tokens and those that tie with the last of them; all where it is 0."""
-    vocab_size = logits.shape[-1]
-    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)
-    ordered = _ordered_bits(logits)
-    return ordered >= _largest_threshold(ordered, lambda kept: kept.sum(-1) >= wanted)[..., None]
-
-
-def _keep_top_p(logits: Array, top_p: Array) -> Array:
-    """The fewest likeliest tokens with mass `top_p` [B,1] of what is left, ties with the last too; all where 0."""
-    mass = jnp.exp(logits - logits.max(-1, keepdims=True))
-    wanted = top_p * mass.sum(-1)
-    ordered = _ordered_bits(logits)
-    threshold = _largest_threshold(ordered, lambda kept: jnp.where(kept, mass, 0.0).sum(-1) >= wanted)
-    return (ordered >= threshold[..., None]) | (top_p == 0)[..., None]
-
-
-def _ordered_bits(x: Array) -> Array:
-    """uint32 in the order of the float32 `x`, equal for 0 and -0."""
-    word = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
-    return jnp.where(word >> 31 == 1, ~word, word | jnp.uint32(1 << 31))
-
-
-def _largest_threshold(ordered: Array, enough: Callable[[Array], Array]) -> Array:
-    """[B,W] uint32: the largest t for which `enough(ordered >= t)` holds; it must hold for 0 and be monotone."""
-
-    def decide_bit(step: Array, threshold: Array) -> Array:
-        candidate = threshold | (jnp.uint32(1) << (31 - step).astype(jnp.uint32))
-        return jnp.where(enough(ordered >= candidate[..., None]), candidate, threshold)
-
-    return lax.fori_loop(0, 32, decide_bit, jnp.zeros(ordered.shape[:-1], jnp.uint32))
 
 
 def position_keys(keys: Array, positions: Array, purpose: int) -> Array:

@@ -25,6 +25,7 @@ from infer.sampling import (
     sample,
     uniform_open,
 )
+from pallas_kernels.verification import thresholds
 from tests.infer.states import many_keys, state_of, take_rows
 
 VOCAB = 37
@@ -108,7 +109,7 @@ def test_negative_zero_ties_with_zero() -> None:
 
 def test_ordered_bits_are_ordered() -> None:
     values = np.float32([-np.inf, -3e38, -1.5, -1e-40, 0.0, 1e-40, 1e-30, 1.0, 3e38, np.inf])
-    bits = np.asarray(sampling._ordered_bits(jnp.asarray(values)))
+    bits = np.asarray(thresholds.ordered_bits(jnp.asarray(values)))
     assert np.all(np.diff(bits[[0, 1, 2, 4, 6, 7, 8, 9]].astype(np.int64)) > 0)
 
 

@@ -1,0 +1,61 @@
+"""Which tokens min_p, top_k and top_p keep, without sorting a vocabulary: thresholds on the order of the logits.
+
+Letters: B batch, W window, V vocabulary. Logits [B,W,V] float32; parameters [B,1], 0 = off; results [B,W,V] bool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+BITS = 4  # of a threshold, found in one sweep over the logits: 8 sweeps of 15 sums each, which XLA fuses
+
+
+def keep_min_p(logits: Array, min_p: Array) -> Array:
+    """Tokens at least `min_p` times as likely as the likeliest."""
+    return logits >= (logits.max(-1) + jnp.log(min_p))[..., None]  # log 0 = -inf keeps everything
+
+
+def keep_top_k(logits: Array, top_k: Array) -> Array:
+    """The `top_k` likeliest tokens and those that tie with the last of them."""
+    vocab_size = logits.shape[-1]
+    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)
+    ordered = ordered_bits(logits)
+    return ordered >= largest_threshold(ordered, lambda kept: kept.sum(-1) >= wanted)[..., None]
+
+
+def keep_top_p(logits: Array, top_p: Array) -> Array:
+    """The fewest likeliest tokens with mass `top_p` of what is left, and those that tie with the last of them.
+
+    A row without top_p keeps even tokens too unlikely to change a float32 sum: what its neighbours ask for must not
+    change its text.
+    """
+    mass = jnp.exp(logits - logits.max(-1, keepdims=True))
+    wanted = top_p * mass.sum(-1)
+    ordered = ordered_bits(logits)
+    threshold = largest_threshold(ordered, lambda kept: jnp.where(kept, mass, 0.0).sum(-1) >= wanted)
+    return (ordered >= threshold[..., None]) | (top_p == 0)[..., None]
+
+
+def ordered_bits(x: Array) -> Array:
+    """uint32 with the order of the float32 `x`: a > b if and only if bits(a) > bits(b), and equal for 0 and -0."""
+    word = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
+    return jnp.where(word >> 31 == 1, ~word, word | jnp.uint32(1 << 31))
+
+
+def largest_threshold(ordered: Array, enough: Callable[[Array], Array]) -> Array:
+    """[B,W] uint32: the largest t for which `enough(ordered >= t)` holds; `enough` must hold for t = 0.
+
+    `enough` maps [B,W,V] bool to [B,W] bool and must be monotone: a set that contains enough is enough. Float sums over
+    the vocabulary are, since rounding is monotone and the order of addition is the same for every threshold.
+    """
+
+    def decide_digit(step: Array, threshold: Array) -> Array:
+        shift = (32 - BITS * (step + 1)).astype(jnp.uint32)
+        candidates = [threshold + (jnp.uint32(digit) << shift) for digit in range(1, 1 << BITS)]
+        held = [enough(ordered >= candidate[..., None]).astype(jnp.uint32) for candidate in candidates]
+        return threshold + (sum(held[1:], held[0]) << shift)
+
+    return lax.fori_loop(0, 32 // BITS, decide_digit, jnp.zeros(ordered.shape[:-1], jnp.uint32))
