@@ -31,6 +31,7 @@ from eagle3_jax.cache import DeltaState, KVPages
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.precision import join, split
+from eagle3_jax.quantization import QUANTIZATIONS, find_quantization, held, quantize_model
 from eagle3_jax.target import Target
 from infer.cycle import DecodeState, Speculation, prefill, run_cycles
 from infer.engine import EngineConfig, empty_state
@@ -67,9 +68,12 @@ class Case:
 class Models:
     """A target and its head, taken apart for jit."""
 
-    def __init__(self, target: TargetConfig, draft: DraftConfig, dtype: Any) -> None:
+    def __init__(self, target: TargetConfig, draft: DraftConfig, dtype: Any, quantization: str | None = None) -> None:
         self.target_config, self.draft_config = target, draft
-        self.parts = [split(random_model(Target, target, dtype)), split(random_model(Eagle3, draft, dtype))]
+        model = random_model(Target, target, dtype)
+        if quantization is not None:
+            quantize_model(model, find_quantization(quantization))
+        self.parts = [split(model), split(random_model(Eagle3, draft, dtype))]
 
     def leaves(self, case: Case) -> list[list[Array]]:
         return [leaves for _, leaves, _ in self.parts[: 2 if case.num_drafts else 1]]
@@ -106,14 +110,15 @@ class Models:
 
 
 def matrices(leaves: list[Array]) -> list[Array]:
-    return [x for x in leaves if x.ndim == 2 and min(x.shape) > 8]
+    """Without scales, which are float32."""
+    return [x for x in leaves if x.ndim == 2 and min(x.shape) > 8 and x.dtype != jnp.float32]
 
 
 def chain(x: Array, weights: list[Array]) -> Array:
     """x [M, any] through every matrix in turn, cut or repeated to the width that each takes."""
     for w in weights:
         w = w if w.shape[0] < 10 * w.shape[1] else w.T  # tied embeddings stand as [V, D]
-        x = _fit(x, w.shape[0]) @ w
+        x = _fit(x, w.shape[0]) @ (w if w.dtype == x.dtype else held(w, x).astype(x.dtype))
     return x
 
 
@@ -157,7 +162,7 @@ def floor(models: Models, batch: int, context: int) -> dict[str, float]:
     # The loop's steps depend on one another, so that no product is taken out of it.
     again = lambda x, ws: _fit(chain(x, ws), x.shape[1]) * 0 + x
     many = jax.jit(lambda x, ws: jax.lax.fori_loop(0, CYCLES, lambda _, x: again(x, ws), x))
-    x = jnp.ones((batch, models.target_config.hidden_size), weights[0].dtype)
+    x = jnp.ones((batch, models.target_config.hidden_size), jnp.bfloat16)
     time_ms, _ = milliseconds(lambda x: many(x, weights), x, CYCLES)
     size = sum(w.nbytes for w in weights)
     state = jax.eval_shape(lambda: models.state(Case(batch, context)))
@@ -222,12 +227,13 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, nargs="*", default=[])
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--implementation", help="of operations with kernels, see pallas_kernels.dispatch")
+    parser.add_argument("--quantization", choices=tuple(QUANTIZATIONS), help="of the target's matrices")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     started = time.perf_counter()
     target = read_target_config(args.config)
-    models = Models(target, head_config(target), jnp.bfloat16)
+    models = Models(target, head_config(target), jnp.bfloat16, args.quantization)
     rows = cases(args)
     with ThreadPoolExecutor() as pool:  # XLA compiles outside of Python's lock
         compiled = list(pool.map(lambda case: models.compile(case, args.implementation), rows))

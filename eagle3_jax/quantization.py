@@ -13,7 +13,7 @@ import functools
 import re
 from collections.abc import Collection
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +83,7 @@ class Quantized:
 
 
 Matrix = Array | Quantized
+Weights = TypeVar("Weights", Array, Quantized)
 
 
 def _spread(scale: Array, block: int, inputs: int) -> Array:
@@ -104,6 +105,15 @@ def quantize(w: Array, how: Quantization) -> Quantized:
     return Quantized(values.astype(how.dtype), scale, how.block or 0)
 
 
+def held(w: Weights, x: Array) -> Weights:
+    """`w`, as something that depends on x.
+
+    Weights do not change in a loop of decoding steps. XLA for GPUs would therefore widen them once, before the loop,
+    and then read in every step the very bytes that were to be saved.
+    """
+    return jax.lax.optimization_barrier((w, x))[0] if jax.default_backend() == "gpu" else w
+
+
 def matmul(x: Array, w: Matrix) -> Array:
     """x [..., in] @ w [in, out], in the dtype of x. Scales of whole columns are applied to the product.
 
@@ -113,6 +123,7 @@ def matmul(x: Array, w: Matrix) -> Array:
     """
     if not isinstance(w, Quantized):
         return jnp.matmul(x, w)
+    w = held(w, x)
     if w.scale.shape[-2] == 1:
         y = jnp.matmul(x, w.values.astype(x.dtype), preferred_element_type=jnp.float32)
         return (y * w.scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
@@ -138,6 +149,7 @@ def ragged_dot(x: Array, w: Matrix, group_sizes: Array) -> Array:
     """
     if not isinstance(w, Quantized):
         return jax.lax.ragged_dot(x, w, group_sizes)
+    w = held(w, x)
     if w.scale.shape[-2] > 1:
         return jax.lax.ragged_dot(x, w.dequantize(x.dtype), group_sizes)
     values = w.values if jnp.issubdtype(w.values.dtype, jnp.integer) else w.values.astype(x.dtype)

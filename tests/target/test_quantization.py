@@ -92,6 +92,22 @@ def test_the_product_is_that_of_the_dequantised_matrix(how: Quantization, dtype:
         assert_close(got, want, 1e-6 if dtype == jnp.float32 else 5e-3)
 
 
+def test_on_a_gpu_weights_are_widened_in_every_step(how: Quantization, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There XLA would do it once, before the loop, and read twice the bytes from then on."""
+    w = quantize(weights(IN, IN) * 0.01, how)
+    x = jax.random.normal(jax.random.key(1), (2, IN))
+
+    def steps(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 3, lambda _, x: matmul(x, w), x)
+
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(steps)(x)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        lowered = jax.jit(lambda x: steps(x)).lower(x)
+        assert lowered.as_text().count("optimization_barrier") == 1
+        assert_close(lowered.compile()(x), want, 1e-5)
+
+
 def test_experts(how: Quantization) -> None:
     x, w = jax.random.normal(jax.random.key(1), (10, IN)), weights(4, IN, OUT)
     sizes = jnp.asarray([3, 0, 4, 2])  # and a last row of no group
