@@ -208,6 +208,12 @@ def pin(x: Array, *axes: str) -> Array:
     return x if layout is None else jax.lax.with_sharding_constraint(x, axes_sharding(axes, x.shape, layout.mesh))
 
 
+def pin_rows(x: Array) -> Array:
+    """x [B,T,D], whole on every device that has its rows: what a layer starts from, whatever it does inside."""
+    layout = current_layout()
+    return x if layout is None else pin(x, layout.rows, "replicated", "replicated")
+
+
 def attention_axes(heads: int, slots: int) -> tuple[str, str]:
     """Logical axes of slots and of heads in an attention over cached keys: as the cache lies."""
     layout = current_layout()

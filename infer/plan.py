@@ -24,7 +24,7 @@ from eagle3_jax.planning.shapes import (
     shortened,
 )
 from eagle3_jax.precision import matmul_precision
-from eagle3_jax.sharding import laid_out, replicated
+from eagle3_jax.sharding import laid_out, replicated, slots_over_tensor
 from infer.cycle import DecodeState, Speculation, run_cycles
 from infer.engine import EngineConfig, empty_state, state_shardings
 
@@ -37,8 +37,8 @@ def rows(shape: MeshShape) -> int:
     return shape.data
 
 
-def suits(shape: MeshShape) -> bool:
-    """Slots read whole rows of experts: a width cut by fsdp would have to be gathered first."""
+def suits(job: Job, shape: MeshShape) -> bool:
+    """A width cut by fsdp would have to be gathered."""
     return shape.fsdp == 1
 
 
@@ -87,18 +87,27 @@ def account(job: Job, shape: MeshShape) -> Account:
     pages, delta, draft_pages, rest = _caches(job, mesh)
     window = engine_config(job).speculation.window
     tokens, drafts = job.batch // shape.data * window, window - 1
+    copied = _copied(job, shape) * (pages + draft_pages)
     parts = {
         "target": target.bytes, "head": head.bytes, "keys and values": pages, "delta-rule states": delta,
         "the head's cache": draft_pages, "tokens and parameters": rest,
-        "temporaries": _temporaries(job, shape, target, tokens),
+        "temporaries": copied + _temporaries(job, shape, target, tokens),
     }  # fmt: skip
     used, active = _target_use(job.target, target, tokens)
     head = head.other("^(embed_tokens|d2t)")
     once, each = head.named(r"^fc\."), head.other(r"^fc\.")
     read = used + once.bytes + drafts * (each.bytes + draft_pages) + pages + 2 * delta
+    read += 4 * copied / engine_config(job).cycles_per_sync
     head_tokens = tokens + max(drafts - 1, 0) * job.batch // shape.data
     flops = 2 * tokens * active + 2 * head_tokens * head.elements + _attention_flops(job, shape, tokens)
     return Account(parts, flops, read, _moved(job, shape, tokens))
+
+
+def _copied(job: Job, shape: MeshShape) -> int:
+    """How many copies of keys and values are held besides. With several heads on a device, XLA for TPUs gives them
+    another layout inside the loop: it copies all of them in and out every time the host has looked."""
+    heads = job.target.num_kv_heads
+    return int((heads // shape.tensor if heads % shape.tensor == 0 else heads) > 1)
 
 
 def _caches(job: Job, mesh: Any) -> tuple[float, float, float, float]:
@@ -143,11 +152,17 @@ def _temporaries(job: Job, shape: MeshShape, weights: Weights, tokens: int) -> f
 
 
 def _moved(job: Job, shape: MeshShape, tokens: int) -> float:
-    """Two sums a layer over the devices that share its matrices, one more over experts; the head's likewise."""
+    """Two sums a layer over the devices that share its matrices, one more over experts; the head's likewise.
+
+    Where caches are spread by slots over the tensor axis, XLA does so with the rows of experts too, and gathers them
+    again: about six times a layer, as found in compiled programs.
+    """
     c = job.target
     item = jnp.dtype(job.dtype).itemsize
     shared = shape.tensor * shape.fsdp
     ring = 2 * (shared - 1) / shared * item
     experts = 2 * (shape.expert - 1) / shape.expert * 4 * sum(c.moe_layers)
+    if slots_over_tensor(c.num_kv_heads, job.batch, abstract_mesh(shape)):
+        experts += 6 * c.num_experts_per_tok * 4 * sum(c.moe_layers) * (shape.tensor - 1) / shape.tensor
     head = 0 if job.draft is None else 3 * job.steps * job.draft.num_layers * job.draft.hidden_size
     return tokens * c.hidden_size * (2 * c.num_layers * ring + experts) + tokens // max(job.steps, 1) * head * ring

@@ -35,7 +35,7 @@ def rows(shape: MeshShape) -> int:
     return shape.rows
 
 
-def suits(shape: MeshShape) -> bool:
+def suits(job: Job, shape: MeshShape) -> bool:
     """Any mesh is worth trying."""
     return True
 

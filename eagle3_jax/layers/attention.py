@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from eagle3_jax.layers.linear import Linear
 from eagle3_jax.layers.norm import RMSNorm
 from eagle3_jax.layers.rope import rotate
+from eagle3_jax.sharding import pin_rows
 
 Attend = Callable[[Array, Array, Array], Array]
 """(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> [B,T,N,H]: keeps k and v wherever they live, and attends."""
@@ -52,7 +53,7 @@ class Attention(nnx.Module):
         self.shape = shape
 
     def __call__(self, x: Array, cos_sin: tuple[Array, Array], attend: Attend) -> Array:
-        q, k, v, gate = self._project(x)
+        q, k, v, gate = self._project(pin_rows(x))
         out = attend(rotate(q, *cos_sin), rotate(k, *cos_sin), v)
         out = out.reshape(*x.shape[:2], -1)
         if gate is not None:

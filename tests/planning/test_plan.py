@@ -79,7 +79,8 @@ def test_work_and_bytes_by_hand() -> None:
     norms = 2 * (2 * 512 + 2 * 128) + 512
     assert found.flops == pytest.approx(2 * (matrices + norms) + 4 * 2 * 1000 * 8 * 128)
     cache = 2 * 2 * 4 * 128 * 2 * 1024  # layers, keys and values, heads, width, bfloat16, 16 pages of 64
-    assert found.read == pytest.approx(2 * matrices + cache, rel=0.02)
+    # Four key heads on one device: caches are copied in and out of the loop, of eight cycles.
+    assert found.read == pytest.approx(2 * matrices + cache + 4 / 8 * cache, rel=0.02)
     spent = times(found, CHIPS["v5e"])
     assert spent.total == pytest.approx(found.read / 819e9) and spent.links == 0
 
