@@ -33,7 +33,7 @@ from train.step import Inputs, TrainState, make_model, make_step
 SCOPES = (
     "optimizer", "draft_attention", "draft_step", "loss", "vocabulary", "delta_rule", "attention", "mlp", "target",
 )  # fmt: skip
-SEGMENTS, REPEATS = 4, 7
+SEGMENTS, REPEATS = 4, 5
 
 
 def matrix_rate(size: int) -> float:
@@ -109,6 +109,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "step_ms": step_s * 1e3, "tokens_per_second": tokens / step_s, "flops_per_token": each,
         "matrix_rate": rate, "mfu": each * tokens / step_s / rate, "loss": float(metrics.loss),
     }  # fmt: skip
+    print(json.dumps(report), flush=True)
     if args.profile:
         report |= _profile(step, state, frozen, inputs)
     return report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,7 @@ import jax
 from jax import Array
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import cudnn, reference
-from pallas_kernels.attention.branch import branch_attention
+from pallas_kernels.attention import branch, branch_cudnn, cudnn, reference
 from pallas_kernels.attention.reference import attention
 
 __all__ = ["attention", "branch_attention", "causal_attention", "paged_attention", "write_pages"]
@@ -35,10 +34,37 @@ def causal_attention(
 
 
 def _blocks(q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
-    return branch_attention(q, [k], [v], segment_ids=segment_ids).astype(q.dtype)
+    return branch.branch_attention(q, [k], [v], segment_ids=segment_ids).astype(q.dtype)
 
 
 _CAUSAL = {"reference": _blocks, "cudnn": cudnn.causal_attention}
+
+
+def branch_attention(
+    q: Array,
+    keys: Sequence[Array],
+    values: Sequence[Array],
+    *,
+    segment_ids: Array | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """Attention of EAGLE-3's training-time test: causal over the keys of step 0, and to a position's own later keys.
+
+    Args:
+      q: [B,T,K*R,H]. keys, values: [B,T,K,H] of each step 0 .. i. segment_ids: as of `causal_attention`.
+      implementation: "reference" (plain jnp, in blocks of queries computed again for the gradient), "cudnn" (NVIDIA
+        GPUs, half precision), or None: cuDNN where it can do the job. Neither keeps a T x T matrix.
+
+    Returns:
+      [B,T,K*R,H] in the dtype of the values; differentiable in q, keys and values.
+    """
+
+    def blocks(q: Array, keys: Sequence[Array], values: Sequence[Array], segment_ids: Array | None) -> Array:
+        return branch.branch_attention(q, keys, values, segment_ids=segment_ids)
+
+    choice: dict[str, Callable[..., Array]] = {"reference": blocks, "cudnn": branch_cudnn.branch_attention}
+    arguments = (q, list(keys), list(values), segment_ids)
+    return dispatch.call("branch_attention", implementation, choice, *arguments, default="cudnn")
 
 
 def write_pages(
