@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, proof
 from pallas_kernels.attention import branch, branch_cudnn, cudnn, reference
 from pallas_kernels.attention.reference import attention
 
@@ -52,8 +52,9 @@ def branch_attention(
 
     Args:
       q: [B,T,K*R,H]. keys, values: [B,T,K,H] of each step 0 .. i. segment_ids: as of `causal_attention`.
-      implementation: "reference" (plain jnp, in blocks of queries computed again for the gradient), "cudnn" (NVIDIA
-        GPUs, half precision), or None: cuDNN where it can do the job. Neither keeps a T x T matrix.
+      implementation: "reference" (plain jnp, in blocks of queries computed again for the gradient; the default) or
+        "cudnn" (NVIDIA GPUs, half precision; its merge is tested, cuDNN's part has yet to run on a GPU). Neither keeps
+        a T x T matrix of scores; of packed rows, cuDNN takes a T x T mask.
 
     Returns:
       [B,T,K*R,H] in the dtype of the values; differentiable in q, keys and values.
@@ -64,7 +65,7 @@ def branch_attention(
 
     choice: dict[str, Callable[..., Array]] = {"reference": blocks, "cudnn": branch_cudnn.branch_attention}
     arguments = (q, list(keys), list(values), segment_ids)
-    return dispatch.call("branch_attention", implementation, choice, *arguments, default="cudnn")
+    return dispatch.call("branch_attention", implementation, choice, *arguments)
 
 
 def write_pages(
@@ -140,4 +141,5 @@ def _gpu(*args: Any, contiguous: bool) -> Array:
         raise NotImplementedError("this kernel is for GPUs")
     from pallas_kernels.attention import gpu
 
+    proof.require("paged_attention on this GPU", gpu.paged_attention, reference.paged_attention, gpu.small_case, 2e-2)
     return gpu.paged_attention(*args, contiguous=contiguous)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -106,6 +107,15 @@ def _kernel(
     none = jnp.zeros(queries.shape[:1], jnp.float32)
     start = none + HIDDEN, none, jnp.zeros(queries.shape, jnp.float32)
     top[...], total[...], out[...] = lax.fori_loop(first, last, visit, start)
+
+
+def small_case() -> tuple[Any, ...]:
+    """Arguments of `paged_attention` in bfloat16: two rows of different lengths, pages in any order, two shares."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+    table = jnp.array([[3, 0, 4], [1, 5, 2]], jnp.int32)
+    positions = jnp.array([[4, 5], [150, 151]], jnp.int32)
+    return normal(2, 2, 4, 128), normal(2, 6, 64, 128), normal(2, 6, 64, 128), table, positions
 
 
 interpreted = partial(paged_attention, interpret=True)

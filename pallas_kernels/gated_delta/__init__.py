@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, proof
 from pallas_kernels.gated_delta import reference
 from pallas_kernels.gated_delta.reference import Pending, fold, recurrent, window
 
@@ -96,4 +96,5 @@ def _gpu(*args: Any) -> tuple[Array, Array, Array]:
         raise NotImplementedError("this kernel is for GPUs")
     from pallas_kernels.gated_delta import gpu
 
+    proof.require("gated_delta.step on this GPU", gpu.step, reference.step, gpu.small_case, rtol=1e-4)
     return gpu.step(*args)

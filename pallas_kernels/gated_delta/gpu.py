@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -107,6 +108,17 @@ def _fold(s: Array, accepted: Array, keys: Any, updates: Any, decay: Any) -> Arr
 
 def _row(ref: Any, t: int) -> Array:
     return ref[t, :].astype(jnp.float32)
+
+
+def small_case() -> tuple[Any, ...]:
+    """Arguments of `step`: three rows that accepted 0, 1 and 2 tokens, grouped heads, of the usual widths."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=(3, *shape)), jnp.float32)
+    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    decay = lambda: jnp.asarray(-rng.random((3, 2, 4)), jnp.float32)
+    pending = Pending(unit(normal(2, 2, 128)), normal(2, 4, 128), decay(), jnp.arange(3, dtype=jnp.int32))
+    q, k, v = unit(normal(2, 2, 128)), unit(normal(2, 2, 128)), normal(2, 4, 128)
+    return normal(4, 128, 128), pending, q, k, v, decay(), -decay()
 
 
 interpreted = partial(step, interpret=True)

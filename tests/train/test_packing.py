@@ -11,7 +11,7 @@ import pytest
 from jax import Array
 
 from eagle3_jax.config import TargetConfig
-from pallas_kernels.attention import branch_attention
+from pallas_kernels.attention.branch import branch_attention
 from tests.helpers import assert_close
 from tests.kernels.test_branch_attention import dense
 from tests.train.models import HYBRID, TARGET, make_drafter, make_target, sharpened
