@@ -29,6 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from eagle3_jax.cache import Cache, DeltaState, KVPages
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.errors import ConfigError
+from pallas_kernels import dispatch
 
 AXES = ("data", "fsdp", "expert", "tensor")
 
@@ -192,7 +193,8 @@ def laid_out(mesh: Mesh | None, rows: str) -> Iterator[None]:
     """A context to trace under: layers that spread their work themselves, and `pin_cache`, ask here for the mesh."""
     token = _LAYOUT.set(None if mesh is None else Layout(mesh, rows))
     try:
-        yield
+        with contextlib.nullcontext() if mesh is None or mesh.size == 1 else dispatch.spread():
+            yield
     finally:
         _LAYOUT.reset(token)
 

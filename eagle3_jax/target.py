@@ -227,8 +227,10 @@ class Target(nnx.Module):
             if i in wanted:
                 aux.append(x)
             with jax.named_scope(f"layer_{i}"):
-                x = x + mixer(i, layer, layer.input_layernorm(x))
-                x = x + layer.mlp(layer.post_attention_layernorm(x))
+                with jax.named_scope("delta_rule" if self.config.layer_types[i] == DELTA else "attention"):
+                    x = x + mixer(i, layer, layer.input_layernorm(x))
+                with jax.named_scope("mlp"):
+                    x = x + layer.mlp(layer.post_attention_layernorm(x))
         if self.config.num_layers in wanted:
             aux.append(x)
         if len(aux) != len(wanted):

@@ -119,8 +119,10 @@ def cycle(target: Target, drafter: Eagle3 | None, state: DecodeState, how: Specu
         last = _slice(state.tokens, state.lengths - 1, 1)
         aux_layers = drafter.config.aux_layers if drafter is not None else ()
         out, cache = target.window(jnp.concatenate([last, drafts], axis=1), state.target, aux_layers=aux_layers)
-        logits = process_logits(target.logits(out.hidden), state.sampling, positions)
+    with jax.named_scope("logits"):
+        logits = target.logits(out.hidden)
     with jax.named_scope("verify"):
+        logits = process_logits(logits, state.sampling, positions)
         tokens, accepted = _judge(logits, noise, drafts, draft_probs, drafter, state, positions, how)
         emitted, reasons = truncate(tokens, accepted, state.sampling.stop_ids, state.limits - state.lengths)
     emitted = jnp.where(state.active, emitted, 0)

@@ -23,7 +23,9 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 REFERENCE = "reference"
+DIVISIBLE = (REFERENCE, "cudnn")  # what XLA can lay out over a mesh
 _preferred: ContextVar[str | None] = ContextVar("preferred", default=None)
+_spread: ContextVar[bool] = ContextVar("spread", default=False)
 _fallbacks: dict[str, str] = {}
 _log = logging.getLogger(__name__)
 
@@ -36,6 +38,16 @@ def using(implementation: str) -> Iterator[None]:
         yield
     finally:
         _preferred.reset(token)
+
+
+@contextlib.contextmanager
+def spread() -> Iterator[None]:
+    """Operations traced inside are laid out over several devices by XLA, which cannot cut a Pallas kernel in parts."""
+    token = _spread.set(True)
+    try:
+        yield
+    finally:
+        _spread.reset(token)
 
 
 def fallbacks() -> dict[str, str]:
@@ -65,6 +77,8 @@ def call(
 
 
 def _named(operation: str, name: str, implementations: Mapping[str, Callable[..., Result]]) -> Callable[..., Result]:
+    if _spread.get() and name not in DIVISIBLE:
+        raise NotImplementedError(f"{operation}: the kernel {name!r} is for one device, not for a mesh")
     if name not in implementations:
         raise NotImplementedError(f"{operation} has no implementation {name!r}, only {', '.join(implementations)}")
     return implementations[name]

@@ -62,3 +62,12 @@ def test_shapes_are_those_of_the_published_configs(model: str) -> None:
     assert config["linear_key_head_dim"] == config["linear_value_head_dim"] == 128
     names = ("linear_num_key_heads", "linear_num_value_heads", "num_attention_heads", "num_key_value_heads")
     assert MODELS[model] == Shape(*(config[name] for name in (*names, "head_dim", "vocab_size")))
+
+
+def test_on_a_mesh_kernels_of_one_device_give_way() -> None:
+    implementations = {"reference": lambda: "plain", "gpu": lambda: "kernel"}
+    assert dispatch.call("op", None, implementations, default="gpu") == "kernel"
+    with dispatch.spread():
+        assert dispatch.call("op", None, implementations, default="gpu") == "plain"
+        with pytest.raises(NotImplementedError, match="for one device"):
+            dispatch.call("op", "gpu", implementations)
