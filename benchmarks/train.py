@@ -11,6 +11,7 @@ Packed sequences, target online in the same program, draft vocabulary 32,000. Th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
@@ -26,6 +27,7 @@ from benchmarks.models import head_config, random_model, read_target_config
 from benchmarks.profiling import by_scope, costliest, profile
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.target import Target
+from pallas_kernels import dispatch
 from train.flops import flops_per_token
 from train.objective import Objective
 from train.step import Inputs, TrainState, make_model, make_step
@@ -69,6 +71,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7, help="of training-time test")
     parser.add_argument("--loss", default="kl")
     parser.add_argument("--no-remat", action="store_true")
+    parser.add_argument("--implementation", help="of operations with kernels, see pallas_kernels.dispatch")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -90,7 +93,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     state = TrainState(params, jax.jit(optimizer.init)(params))
     inputs = random_inputs(args.batch, args.length, config.vocab_size)
     started = time.perf_counter()
-    step = make_step(model, optimizer).lower(state, frozen, inputs).compile()  # type: ignore[attr-defined]
+    with dispatch.using(args.implementation) if args.implementation else contextlib.nullcontext():
+        lowered = make_step(model, optimizer).lower(state, frozen, inputs)  # type: ignore[attr-defined]
+    step = lowered.compile()
     compile_s, memory = time.perf_counter() - started, step.memory_analysis()
     print(f"compiled in {compile_s:.0f} s; temporaries {memory.temp_size_in_bytes / 2**30:.1f} GiB", flush=True)
     times = []
