@@ -152,8 +152,11 @@ def ragged_dot(x: Array, w: Matrix, group_sizes: Array) -> Array:
     w = held(w, x)
     if w.scale.shape[-2] > 1:
         return jax.lax.ragged_dot(x, w.dequantize(x.dtype), group_sizes)
-    values = w.values if jnp.issubdtype(w.values.dtype, jnp.integer) else w.values.astype(x.dtype)
-    y = jax.lax.ragged_dot(x, values, group_sizes, preferred_element_type=jnp.float32)
+    direct = w.values.dtype == jnp.int8 and x.dtype == jnp.bfloat16
+    # The direct product is exact but for its sum, and is not to be had at any other precision.
+    precision = jax.lax.Precision.DEFAULT if direct else None
+    values = w.values if direct else w.values.astype(x.dtype)
+    y = jax.lax.ragged_dot(x, values, group_sizes, precision, jnp.float32)
     scale = jnp.repeat(w.scale[:, 0], group_sizes, axis=0, total_repeat_length=len(x))
     return (y * scale).astype(x.dtype)
 

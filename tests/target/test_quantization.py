@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,9 +14,11 @@ import pytest
 import torch
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
 
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.errors import ConfigError
+from eagle3_jax.planning.chips import parse_topology, tpu_devices
 from eagle3_jax.quantization import (
     E4M3,
     MATRICES,
@@ -108,13 +112,46 @@ def test_on_a_gpu_weights_are_widened_in_every_step(how: Quantization, monkeypat
         assert_close(lowered.compile()(x), want, 1e-5)
 
 
-def test_experts(how: Quantization) -> None:
-    x, w = jax.random.normal(jax.random.key(1), (10, IN)), weights(4, IN, OUT)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_experts(how: Quantization, dtype: Any) -> None:
+    x, w = jax.random.normal(jax.random.key(1), (10, IN)).astype(dtype), weights(4, IN, OUT)
     sizes = jnp.asarray([3, 0, 4, 2])  # and a last row of no group
     found = quantize(w, how)
     with jax.default_matmul_precision("highest"):
-        want = jax.lax.ragged_dot(x, found.dequantize(jnp.float32), sizes)
-        assert_close(jax.jit(ragged_dot)(x, found, sizes)[:9], want[:9], 1e-5)
+        want = jax.lax.ragged_dot(x.astype(jnp.float32), found.dequantize(jnp.float32), sizes)
+        got = jax.jit(ragged_dot)(x, found, sizes)
+    assert got.dtype == dtype
+    assert_close(got[:9], want[:9], 1e-5 if dtype == jnp.float32 else 5e-3)
+
+
+def written_out(program: Callable[..., Any], *arguments: Any) -> int:
+    """Bytes that a program needs beside its arguments and results, as compiled for a TPU v5p."""
+    (device, *_) = tpu_devices(parse_topology("v5p:2x2x1"))
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))
+    return jax.jit(program).lower(*jax.tree.map(place, arguments)).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+def test_a_tpu_reads_the_bytes_as_they_are(name: str) -> None:
+    """No matrix in bfloat16 is ever in memory: not before a loop of steps, not in it."""
+    shape = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    stored = [jax.eval_shape(lambda w: quantize(w, QUANTIZATIONS[name]), shape)] * 4
+
+    def steps(x: jax.Array, ws: Any) -> jax.Array:
+        return jax.lax.fori_loop(0, 16, lambda _, x: functools.reduce(lambda x, w: jnp.tanh(matmul(x, w)), ws, x), x)
+
+    assert written_out(steps, jax.ShapeDtypeStruct((4, 1024), jnp.bfloat16), stored) < 2**20
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_tpu_reads_experts_in_int8_as_they_are(dtype: Any) -> None:
+    """In bfloat16; in float32 it must compile."""
+    stored = jax.eval_shape(
+        lambda w: quantize(w, QUANTIZATIONS["int8"]), jax.ShapeDtypeStruct((16, 512, 512), jnp.bfloat16)
+    )
+    x, sizes = jax.ShapeDtypeStruct((32, 512), dtype), jax.ShapeDtypeStruct((16,), jnp.int32)
+    found = written_out(ragged_dot, x, stored, sizes)
+    assert dtype == jnp.float32 or found < 2**20
 
 
 LEFT = {
