@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,17 @@ from jax import Array, lax
 from eagle3_jax.cache import Cache
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.target import Target
-from infer.sampling import Purpose, SamplingState, draft_sample, gumbel_noise, process_logits, sample
-from infer.verify import truncate, verify_coupled, verify_standard, verify_synthetic
+from infer.sampling import (
+    Purpose,
+    SamplingState,
+    draft_sample,
+    gumbel_noise,
+    position_keys,
+    process_logits,
+    sample,
+)
+from infer.verify import truncate, verify_standard, verify_synthetic
+from pallas_kernels import verification
 
 FROM_PREFILL = -1
 FROM_TARGET = 64
@@ -108,12 +118,11 @@ def _first_token(target: Target, state: DecodeState, hidden: Array) -> Array:
 def cycle(target: Target, drafter: Eagle3 | None, state: DecodeState, how: Speculation) -> DecodeState:
     """One cycle of every active slot: at least one token each, at most K + 1."""
     positions = state.lengths[:, None] + jnp.arange(how.window, dtype=jnp.int32)[None]
-    noise = gumbel_noise(state.sampling, positions, target.config.vocab_size)
     drafts = jnp.zeros((positions.shape[0], 0), jnp.int32)
     draft_probs = None
     if drafter is not None:
         with jax.named_scope("draft"):
-            drafts, draft_probs, cache = _draft(target, drafter, state, positions, noise, how)
+            drafts, draft_probs, cache = _draft(target, drafter, state, positions, how)
         state = dataclasses.replace(state, drafter=cache)
     with jax.named_scope("target"):
         last = _slice(state.tokens, state.lengths - 1, 1)
@@ -122,8 +131,7 @@ def cycle(target: Target, drafter: Eagle3 | None, state: DecodeState, how: Specu
     with jax.named_scope("logits"):
         logits = target.logits(out.hidden)
     with jax.named_scope("verify"):
-        logits = process_logits(logits, state.sampling, positions)
-        tokens, accepted = _judge(logits, noise, drafts, draft_probs, drafter, state, positions, how)
+        tokens, accepted = _judge(logits, drafts, draft_probs, drafter, state, positions, how)
         emitted, reasons = truncate(tokens, accepted, state.sampling.stop_ids, state.limits - state.lengths)
     emitted = jnp.where(state.active, emitted, 0)
     state = dataclasses.replace(state, target=cache.commit(emitted))
@@ -152,7 +160,7 @@ def run_cycles(
 
 
 def _draft(
-    target: Target, drafter: Eagle3, state: DecodeState, positions: Array, noise: Array, how: Speculation
+    target: Target, drafter: Eagle3, state: DecodeState, positions: Array, how: Speculation
 ) -> tuple[Array, Array, Cache]:
     """Drafts [B,K] (target ids), their distributions [B,K,U], and the drafter's cache.
 
@@ -163,7 +171,7 @@ def _draft(
     start = state.target.lengths - state.num_features
     hidden, cache = _extend(target, drafter, state, state.features, start, state.num_features)
     hidden = _pick(hidden, jnp.maximum(state.num_features - 1, 0))[:, None]
-    choose = _draft_chooser(drafter, state, positions, noise, how)
+    choose = _draft_chooser(drafter, state, positions, how)
     drafts: list[Array] = []
     probs: list[Array] = []
     for i in range(how.num_drafts):
@@ -179,24 +187,11 @@ def _draft(
 
 
 def _draft_chooser(
-    drafter: Eagle3, state: DecodeState, positions: Array, noise: Array, how: Speculation
+    drafter: Eagle3, state: DecodeState, positions: Array, how: Speculation
 ) -> Callable[[Array, int], tuple[Array, Array]]:
-    own = (
-        gumbel_noise(state.sampling, positions, noise.shape[-1], Purpose.DRAFT)
-        if how.draft_sample_method == "probabilistic"
-        else noise
-    )
-
     def choose(logits: Array, i: int) -> tuple[Array, Array]:
-        return draft_sample(
-            logits,
-            drafter.d2t[...],
-            state.sampling,
-            positions[:, i],
-            method=how.draft_sample_method,  # type: ignore[arg-type]
-            vocab_size=noise.shape[-1],
-            noise=own[:, i],
-        )
+        method: Any = how.draft_sample_method
+        return draft_sample(logits, drafter.d2t[...], state.sampling, positions[:, i], method=method)
 
     return choose
 
@@ -219,7 +214,6 @@ def embed(target: Target, drafter: Eagle3, token_ids: Array) -> Array:
 
 def _judge(
     logits: Array,
-    noise: Array,
     drafts: Array,
     draft_probs: Array | None,
     drafter: Eagle3 | None,
@@ -227,17 +221,17 @@ def _judge(
     positions: Array,
     how: Speculation,
 ) -> tuple[Array, Array]:
-    """Tokens [B,W] and the number of accepted drafts [B]."""
-    if drafter is not None and draft_probs is not None:
-        if how.rejection_sample_method == "standard":
-            return verify_standard(logits, drafts, draft_probs, drafter.d2t[...], state.sampling, positions)
-        if how.rejection_sample_method == "synthetic":
-            assert how.synthetic_acceptance_length is not None
-            return verify_synthetic(
-                sample(logits, noise), drafts, state.sampling, positions, how.synthetic_acceptance_length
-            )
-    tokens = sample(logits, noise)
-    return tokens, verify_coupled(tokens, drafts)
+    """Tokens [B,W] and the number of accepted drafts [B], from the target's logits [B,W,V]."""
+    sampling, method = state.sampling, how.rejection_sample_method
+    if drafter is None or draft_probs is None or method == "coupled":
+        keys = position_keys(sampling, positions, Purpose.TOKEN)
+        return verification.verify(logits, drafts, keys, sampling.at(positions))
+    processed = process_logits(logits, sampling, positions)
+    if method == "standard":
+        return verify_standard(processed, drafts, draft_probs, drafter.d2t[...], sampling, positions)
+    assert how.synthetic_acceptance_length is not None
+    samples = sample(processed, gumbel_noise(sampling, positions, logits.shape[-1]))
+    return verify_synthetic(samples, drafts, sampling, positions, how.synthetic_acceptance_length)
 
 
 def _emit(state: DecodeState, tokens: Array, codes: Array, emitted: Array, reasons: Array) -> DecodeState:

@@ -13,20 +13,19 @@ sequence, of the token that a row of logits predicts (the first token after a pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from eagle3_jax.errors import UserError
 from infer.params import SamplingParams
-from pallas_kernels.verification.thresholds import keep_min_p, keep_top_k, keep_top_p
+from pallas_kernels import verification
 
 DraftSampleMethod = Literal["coupled", "greedy", "probabilistic"]
 
@@ -65,6 +64,12 @@ class SamplingState:
     def sampled(self) -> Array:
         """[B] bool: rows that draw, rather than take the most likely token."""
         return self.temperature > 0
+
+    def at(self, positions: Array) -> verification.Sampling:
+        """The same for the tokens at `positions` [B, W]."""
+        no_stop = positions < self.min_length[:, None]
+        rows = self.temperature, self.min_p, self.top_k, self.top_p, self.stop_ids
+        return verification.Sampling(*rows, no_stop)
 
 
 def idle_state(batch: int) -> SamplingState:
@@ -131,44 +136,21 @@ def request_key(*, engine_seed: int, request_index: int, seed: int | None = None
 
 
 def position_keys(params: SamplingState, positions: Array, purpose: Purpose) -> Array:
-    """[B, W] keys: one for each absolute position [B, W] of each request, and for one use."""
-    fold = lambda key, position: jax.random.fold_in(jax.random.fold_in(key, position), int(purpose))
-    keys = jax.random.wrap_key_data(params.key, impl=PRNG)
-    return jax.vmap(jax.vmap(fold, (None, 0)))(keys, positions.astype(jnp.uint32))
+    """[B, W, 2] uint32: a key for each absolute position [B, W] of each request, and for one use."""
+    return verification.position_keys(params.key, positions, int(purpose))
 
 
 def gumbel_noise(params: SamplingState, positions: Array, vocab_size: int, purpose: Purpose = Purpose.TOKEN) -> Array:
     """[B, W, V] float32 standard Gumbel noise; zeros for greedy rows, and nothing is drawn when all are greedy.
 
-    Element v depends on the request's key, the position and v alone: not on V, the batch, W, or the sharding
-    (threefry counts elements: jax_threefry_partitionable, which is jax's default).
+    Element v depends on the request's key, the position and v alone: not on V, the batch, W, or the sharding.
     """
-    shape = (*positions.shape, vocab_size)
-
-    def draw() -> Array:
-        keys = position_keys(params, positions, purpose)
-        noise = jax.vmap(jax.vmap(partial(_gumbel, size=vocab_size)))(keys)
-        return jnp.where(params.sampled[:, None, None], noise, 0.0)
-
-    return lax.cond(params.sampled.any(), draw, lambda: jnp.zeros(shape, jnp.float32))
-
-
-def _gumbel(key: Array, size: int) -> Array:
-    """[size] float32 Gumbel numbers from all 32 bits of a word.
-
-    jax.random.gumbel (mode "low") draws its uniform from 23 bits and takes the logarithm near 1, where floats are
-    coarse: over 250,000 tokens the largest values, the only ones that matter, fall on a few dozen steps. Here the
-    large values come from small uniforms, where floats are fine.
-    """
-    bits = jax.random.bits(key, (size,), jnp.uint32)
-    uniform = (bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
-    uniform = jnp.minimum(uniform, jnp.float32(1.0 - 2.0**-24))  # the largest words round to 1, whose log1p is -inf
-    return -jnp.log(-jnp.log1p(-uniform))
+    return verification.noise(position_keys(params, positions, purpose), params.at(positions), vocab_size)
 
 
 def uniform_open(params: SamplingState, positions: Array, purpose: Purpose = Purpose.ACCEPT) -> Array:
     """[B, W] float32 in the open interval (0, 1), one number a position: 2**-24 at least, 1 - 2**-24 at most."""
-    keys = position_keys(params, positions, purpose)
+    keys = jax.random.wrap_key_data(position_keys(params, positions, purpose), impl=PRNG)
     bits = jax.vmap(jax.vmap(lambda key: jax.random.bits(key, (), jnp.uint32)))(keys)
     return ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
 
@@ -183,33 +165,7 @@ def process_logits(logits: Array, params: SamplingState, positions: Array, token
     columns are not the vocabulary itself (a draft vocabulary).
     Greedy rows keep their logits, apart from masked stop ids.
     """
-    logits = _mask_stops(logits.astype(jnp.float32), params, positions, token_ids)
-    return lax.cond(params.sampled.any(), partial(_scale_and_filter, params=params), lambda x: x, logits)
-
-
-def _mask_stops(logits: Array, params: SamplingState, positions: Array, token_ids: Array | None) -> Array:
-    too_early = positions < params.min_length[:, None]  # [B, W]
-
-    def mask(x: Array) -> Array:
-        ids = jnp.arange(x.shape[-1], dtype=jnp.int32) if token_ids is None else token_ids
-        is_stop = (ids[None, :, None] == params.stop_ids[:, None, :]).any(-1)  # [B, V]; padding is -1, no token
-        return jnp.where(too_early[:, :, None] & is_stop[:, None, :], -jnp.inf, x)
-
-    return lax.cond(too_early.any(), mask, lambda x: x, logits)
-
-
-def _scale_and_filter(logits: Array, params: SamplingState) -> Array:
-    sampled = params.sampled
-    logits = logits / jnp.where(sampled, params.temperature, 1.0)[:, None, None]
-    filters: list[tuple[Array, Callable[[Array, Array], Array]]] = [
-        (jnp.where(sampled, params.min_p, 0.0), keep_min_p),
-        (jnp.where(sampled, params.top_k, 0), keep_top_k),
-        (jnp.where(sampled & (params.top_p < 1), params.top_p, 0.0), keep_top_p),
-    ]
-    for value, keep in filters:  # a value of 0 means "off" here
-        masked = lambda x, value, keep=keep: jnp.where(keep(x, value), x, -jnp.inf)
-        logits = lax.cond((value > 0).any(), masked, lambda x, _: x, logits, value[:, None])
-    return logits
+    return verification.process(logits, params.at(positions), token_ids)
 
 
 # ------------------------------------------------------------------------------------------------- tokens
@@ -227,29 +183,24 @@ def draft_sample(
     positions: Array,
     *,
     method: DraftSampleMethod,
-    vocab_size: int,
-    noise: Array | None = None,
 ) -> tuple[Array, Array]:
     """The drafter's guess of the token at each position, and the distribution that it was drawn from.
 
     draft_logits [B, U], d2t [U] int32 (the target's id of each draft token), positions [B].
     "coupled": the drafter's own distribution with the target's noise of that position, so that both choose the same
     token wherever their distributions agree. "greedy": the drafter's argmax. "probabilistic": a draw with a key of
-    its own, for rejection sampling. noise [B, V]: what `gumbel_noise` gives for these positions (and for the purpose
-    that belongs to the method), if the caller has it already.
+    its own, for rejection sampling. Noise is drawn for the draft vocabulary alone.
     Returns (target ids [B] int32, q [B, U] float32 probabilities: one-hot for an argmax).
     """
-    rows = positions[:, None]
-    logits = draft_logits[:, None, :]
+    rows, logits = positions[:, None], draft_logits[:, None, :]
+    sampling = params.at(rows)
     if method == "greedy":
-        processed = _mask_stops(logits.astype(jnp.float32), params, rows, d2t)[:, 0]
+        processed = verification.mask_stops(logits, sampling, d2t)[:, 0]
         chosen = jnp.argmax(processed, axis=-1)
         return d2t[chosen], jax.nn.one_hot(chosen, processed.shape[-1], dtype=jnp.float32)
-    processed = process_logits(logits, params, rows, d2t)[:, 0]
-    if noise is None:
-        purpose = Purpose.TOKEN if method == "coupled" else Purpose.DRAFT
-        noise = gumbel_noise(params, rows, vocab_size, purpose)[:, 0]
-    chosen = jnp.argmax(processed + noise[:, d2t], axis=-1)
+    processed = verification.process(logits, sampling, d2t)[:, 0]
+    keys = position_keys(params, rows, Purpose.TOKEN if method == "coupled" else Purpose.DRAFT)
+    chosen = jnp.argmax(processed + verification.noise_of(keys, sampling, d2t)[:, 0], axis=-1)
     one_hot = jax.nn.one_hot(chosen, processed.shape[-1], dtype=jnp.float32)
     q = jnp.where(params.sampled[:, None], jax.nn.softmax(processed, axis=-1), one_hot)
     return d2t[chosen], q

@@ -2,7 +2,8 @@
 
 Three rules, chosen by `rejection_sample_method`:
   coupled    drafts are compared with the target's own samples (greedy or seeded): the text is that of plain
-             sampling, token for token (Daliri, Musco and Suresh 2024, "Coupling without communication")
+             sampling, token for token (Daliri, Musco and Suresh 2024, "Coupling without communication"); it is
+             `pallas_kernels.verification.verify`
   standard   min(1, p/q) with a residual draw: the text has the right distribution (Leviathan et al. 2022)
   synthetic  a fixed acceptance length, whatever the drafts: for benchmarks; the text means nothing
 
@@ -27,14 +28,6 @@ class Reason(IntEnum):
     NONE = 0
     STOP = 1
     LENGTH = 2
-
-
-def verify_coupled(samples: Array, drafts: Array) -> Array:
-    """[B] int32: how many leading drafts [B, K] equal the target's samples [B, W] at the same positions.
-
-    The window's tokens are `samples` up to and including the first that differs. A draft of -1 is never accepted.
-    """
-    return _leading(samples[:, : drafts.shape[1]] == drafts)
 
 
 def verify_standard(

@@ -14,10 +14,21 @@ from jax import Array
 
 from pallas_kernels import dispatch
 from pallas_kernels.verification import reference
-from pallas_kernels.verification.reference import Sampling, position_keys, token_noise
+from pallas_kernels.verification.reference import (
+    Sampling,
+    mask_stops,
+    noise,
+    noise_of,
+    position_keys,
+    process,
+    token_noise,
+)
 from pallas_kernels.verification.standard import verify_standard
 
-__all__ = ["Sampling", "position_keys", "token_noise", "verify", "verify_standard"]
+__all__ = [
+    "Sampling", "mask_stops", "noise", "noise_of", "position_keys", "process", "token_noise", "verify",
+    "verify_standard",
+]  # fmt: skip
 
 
 def verify(

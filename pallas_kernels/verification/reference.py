@@ -56,12 +56,18 @@ def accepted(tokens: Array, drafts: Array) -> Array:
 
 def noise(keys: Array, sampling: Sampling, vocab_size: int) -> Array:
     """[B,W,V] float32 Gumbel noise of each position's own key [B,W,2] uint32; zeros for greedy rows."""
+    return noise_of(keys, sampling, jnp.arange(vocab_size, dtype=jnp.int32))
+
+
+def noise_of(keys: Array, sampling: Sampling, token_ids: Array) -> Array:
+    """[B,W,U]: the columns of `noise` that belong to some tokens [U]. Nothing is drawn when all rows are greedy."""
 
     def draw() -> Array:
-        drawn = token_noise(keys, jnp.arange(vocab_size, dtype=jnp.uint32)[None, None])
+        drawn = token_noise(keys, token_ids[None, None])
         return jnp.where(sampling.sampled[:, None, None], drawn, 0.0)
 
-    return lax.cond(sampling.sampled.any(), draw, lambda: jnp.zeros((*keys.shape[:2], vocab_size), jnp.float32))
+    nothing = lambda: jnp.zeros((*keys.shape[:2], token_ids.shape[0]), jnp.float32)
+    return lax.cond(sampling.sampled.any(), draw, nothing)
 
 
 def token_noise(keys: Array, token_ids: Array) -> Array:
@@ -69,16 +75,24 @@ def token_noise(keys: Array, token_ids: Array) -> Array:
     return threefry.gumbel(threefry.bits((keys[..., :1], keys[..., 1:]), token_ids.astype(jnp.uint32)))
 
 
-def process(logits: Array, sampling: Sampling) -> Array:
-    """Logits [B,W,V] as the sampler sees them, float32; tokens that may not be sampled become -inf."""
-    logits = lax.cond(sampling.no_stop.any(), _mask_stops, lambda x, _: x, logits.astype(jnp.float32), sampling)
+def process(logits: Array, sampling: Sampling, token_ids: Array | None = None) -> Array:
+    """Logits [B,W,V] as the sampler sees them, float32; tokens that may not be sampled become -inf.
+
+    token_ids [V]: the token that each column stands for, when the columns are not the vocabulary itself.
+    """
+    logits = mask_stops(logits, sampling, token_ids)
     return lax.cond(sampling.sampled.any(), _scale_and_filter, lambda x, _: x, logits, sampling)
 
 
-def _mask_stops(logits: Array, sampling: Sampling) -> Array:
-    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    is_stop = (ids[None, :, None] == sampling.stop_ids[:, None, :]).any(-1)
-    return jnp.where(sampling.no_stop[:, :, None] & is_stop[:, None, :], -jnp.inf, logits)
+def mask_stops(logits: Array, sampling: Sampling, token_ids: Array | None = None) -> Array:
+    """The part of `process` that concerns greedy rows too: stop ids where they may not be sampled yet."""
+
+    def mask(x: Array) -> Array:
+        ids = jnp.arange(x.shape[-1], dtype=jnp.int32) if token_ids is None else token_ids
+        is_stop = (ids[None, :, None] == sampling.stop_ids[:, None, :]).any(-1)
+        return jnp.where(sampling.no_stop[:, :, None] & is_stop[:, None, :], -jnp.inf, x)
+
+    return lax.cond(sampling.no_stop.any(), mask, lambda x: x, logits.astype(jnp.float32))
 
 
 def _scale_and_filter(logits: Array, sampling: Sampling) -> Array:

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.tpu_kernels import CHIPS, MODELS, compile_for, verification
 from infer import sampling as engine
-from infer.verify import verify_coupled
 from pallas_kernels.verification import Sampling, position_keys, reference, threefry, token_noise, tpu, verify
+from pallas_kernels.verification.reference import accepted as verify_coupled
 from tests.helpers import assert_close
 from tests.kernels.on_tpu import copies, interpreted
 
