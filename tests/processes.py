@@ -63,7 +63,7 @@ class Processes:
             command = [sys.executable, "-c", STOPPED, str(step), str(int(number)), *map(str, words)]
             with self._file(i, "out").open("wb") as out, self._file(i, "err").open("wb") as err:
                 self.running.append(
-                    subprocess.Popen(command, cwd=ROOT, env=_environment(devices), stdout=out, stderr=err)
+                    subprocess.Popen(command, cwd=ROOT, env=environment(devices), stdout=out, stderr=err)
                 )
 
     def _file(self, process: int, name: str) -> Path:
@@ -92,7 +92,7 @@ class Processes:
         return self._file(process, "err").read_text()
 
 
-def _environment(devices: int) -> dict[str, str]:
+def environment(devices: int) -> dict[str, str]:
     """This test's, with its compilation cache. Programs are not optimised: most of the time is compilation."""
     return {
         **os.environ,

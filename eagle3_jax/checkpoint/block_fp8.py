@@ -53,8 +53,19 @@ class RowScales(TensorInfo):
     stored: BlockTensor
 
     def read(self) -> np.ndarray[Any, Any]:
-        scale = self.stored.scale.read().astype(np.float32)
-        return np.repeat(scale, self.stored.block[0], axis=-2)[..., : self.shape[-2], :]
+        out = np.empty(self.shape, np.float32)
+        self.read_into(out, tuple(slice(0, n) for n in self.shape))
+        return out
+
+    def read_into(self, out: np.ndarray[Any, Any], index: tuple[slice, ...]) -> None:
+        """Reads the scales of those blocks that have a row of the part."""
+        if not out.size:
+            return
+        height, (first, last, _) = self.stored.block[0], index[-2].indices(self.shape[-2])
+        skipped, blocks = first % height, slice(first // height, -(-last // height))
+        scales = np.empty((*out.shape[:-2], blocks.stop - blocks.start, out.shape[-1]), np.float32)
+        self.stored.scale.read_into(scales, (*index[:-2], blocks, index[-1]))
+        out[...] = np.repeat(scales, height, axis=-2)[..., skipped : skipped + last - first, :]
 
 
 def stored_block(raw: Mapping[str, Any], folder: Path) -> Block | None:

@@ -18,7 +18,7 @@ from eagle3_jax.checkpoint.formats.head import EMBEDDING, OUTPUT, TABLES
 from eagle3_jax.checkpoint.formats.tensors import embedding_note, not_finite
 from eagle3_jax.checkpoint.hf import parameters_of, resolve_dtype, with_arrays
 from eagle3_jax.checkpoint.layout import EVERY_FAMILY, Parameter
-from eagle3_jax.checkpoint.placing import sharding_of
+from eagle3_jax.checkpoint.placing import check_mesh_complete, sharding_of
 from eagle3_jax.checkpoint.problems import CheckpointError
 from eagle3_jax.checkpoint.safetensors_file import TensorInfo
 from eagle3_jax.checkpoint.vocab_map import Reading
@@ -50,6 +50,8 @@ def load_drafter(
 ) -> LoadedDrafter:
     """Loads an EAGLE-3 head for a target.
 
+    On a mesh it is laid out as a target is; but every process reads the whole, to find values that are not finite.
+
     Args:
       path_or_id: a folder in any format of `formats`, or a hub id.
       embed: the target's token embedding [V, D]; an embedding in the folder is compared with it.
@@ -59,6 +61,7 @@ def load_drafter(
     Raises:
       CheckpointError: with every problem of the folder.
     """
+    check_mesh_complete(mesh)
     choices = Choices(vocab_map=vocab_map, overrides=dict(config_overrides or {}))
     head = read_head(path_or_id, target_config, choices, revision=revision)
     weights = weights_of(head)

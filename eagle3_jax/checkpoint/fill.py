@@ -12,10 +12,12 @@ from jax.sharding import Sharding
 
 from eagle3_jax.checkpoint.block_fp8 import BlockTensor
 from eagle3_jax.checkpoint.layout import Index, Parameter, Piece, Rows, Rule, Transpose, alternatives
+from eagle3_jax.checkpoint.ranges import bounds_of
 from eagle3_jax.checkpoint.safetensors_file import TensorInfo
 
 Found = tuple[Piece, TensorInfo]
 Host = np.ndarray[Any, Any]
+Bounds = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,38 +85,49 @@ def _kind(dtype: np.dtype[Any]) -> str:
 
 def read_part(parameter: Parameter, found: Sequence[Found], index: Index) -> Host:
     """The part `index` of a parameter in host memory, of its dtype, owning its memory."""
-    if len(found) == 1 and found[0][0].expert is None:
-        piece, info = found[0]
-        return np.array(piece.layout.take(info.read(), index), parameter.dtype, order="C")
-    bounds = [s.indices(n)[:2] for s, n in zip(index, parameter.shape, strict=True)]
+    bounds = bounds_of(index, parameter.shape)
     out = np.empty([stop - start for start, stop in bounds], parameter.dtype)
     for piece, info in found:
-        _copy_expert(out, piece, info, bounds)
+        view, part = (out, index) if piece.expert is None else _of_expert(out, piece, piece.expert, bounds)
+        for target, stored in piece.layout.parts(view, part) if view.size else ():
+            info.read_into(target, stored)
     return out
 
 
-def _copy_expert(out: Host, piece: Piece, info: TensorInfo, bounds: Sequence[tuple[int, int]]) -> None:
+def _of_expert(out: Host, piece: Piece, expert: int, bounds: Bounds) -> tuple[Host, Index]:
+    """Where an expert's matrix goes in `out`, and which part of it; empty when `out` has none of it."""
     (first, last), depth, (left, right) = bounds
     start, stop = max(left, piece.columns[0]), min(right, piece.columns[1])
-    if piece.expert is None or not first <= piece.expert < last or start >= stop:
-        return
+    if not first <= expert < last or start >= stop:
+        return out[:0], ()
     part = (slice(*depth), slice(start - piece.columns[0], stop - piece.columns[0]))
-    out[piece.expert - first, :, start - left : stop - left] = piece.layout.take(info.read(), part)
+    return out[expert - first, :, start - left : stop - left], part
 
 
 def to_device(parameter: Parameter, found: Sequence[Found], sharding: Sharding | None) -> jax.Array:
-    """Reads one parameter onto the device, or each device's part of it when sharded.
+    """Reads one parameter onto the device, or the parts of this process's devices when sharded.
 
-    Waits for the transfer: otherwise the host copies of many parameters would wait for it together.
+    Each part is read once and waited for on its devices before the next is read, so that one is in memory at a time:
+    `jax.make_array_from_callback` would read for every device, and hold all of it.
     """
-    whole = tuple(slice(0, n) for n in parameter.shape)
     if sharding is None:
-        array = jax.device_put(read_part(parameter, found, whole))
-    else:
-        array = jax.make_array_from_callback(
-            parameter.shape, sharding, lambda index: read_part(parameter, found, index or ())
-        )
-    return jax.block_until_ready(array)
+        whole = tuple(slice(0, n) for n in parameter.shape)
+        return jax.block_until_ready(jax.device_put(read_part(parameter, found, whole)))
+    held: dict[jax.Device, jax.Array] = {}
+    for index, devices in _parts(parameter.shape, sharding).items():
+        part = read_part(parameter, found, tuple(slice(*pair) for pair in index))
+        held |= {device: jax.block_until_ready(jax.device_put(part, device)) for device in devices}
+        del part  # before the next one is made
+    arrays = [held[device] for device in sharding.addressable_devices_indices_map(parameter.shape)]
+    return jax.make_array_from_single_device_arrays(parameter.shape, sharding, arrays, dtype=parameter.dtype)
+
+
+def _parts(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[jax.Device]]:
+    """What this process's devices hold of an array, and which of them hold the same."""
+    parts: dict[Bounds, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        parts.setdefault(bounds_of(index or (), shape), []).append(device)
+    return parts
 
 
 def fill(plan: Plan, place: Callable[[Parameter, tuple[Found, ...]], Any]) -> dict[str, Any]:

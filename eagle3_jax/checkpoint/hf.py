@@ -18,8 +18,9 @@ from eagle3_jax.checkpoint.block_fp8 import stored_block, with_scales
 from eagle3_jax.checkpoint.fill import make_plan
 from eagle3_jax.checkpoint.formats.keys import architectures
 from eagle3_jax.checkpoint.layout import Parameter, rules_for
-from eagle3_jax.checkpoint.placing import Placing, half_quantised, loaded_as, quantised_paths
+from eagle3_jax.checkpoint.placing import Placing, check_mesh_complete, half_quantised, loaded_as, quantised_paths
 from eagle3_jax.checkpoint.problems import CheckpointError
+from eagle3_jax.checkpoint.ranges import counted
 from eagle3_jax.checkpoint.safetensors_file import TensorInfo
 from eagle3_jax.checkpoint.source import Source, open_source, read_json, resolve
 from eagle3_jax.checkpoint.stop_ids import stop_ids
@@ -40,7 +41,10 @@ TIED_HEAD = "lm_head.weight"
 
 @dataclasses.dataclass(frozen=True)
 class LoadedTarget:
-    """A target and what its folder says of it. `skipped` is one line on tensors left out; `notes` anything odd."""
+    """A target and what its folder says of it. `skipped` is one line on tensors left out; `notes` anything odd.
+
+    `bytes_read` is what this process read of the tensors.
+    """
 
     model: Target
     config: TargetConfig
@@ -49,6 +53,7 @@ class LoadedTarget:
     generation_config: dict[str, Any]
     skipped: str
     notes: tuple[str, ...] = ()
+    bytes_read: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +133,8 @@ def _untied(head: TensorInfo, embedding: TensorInfo | None, rows: int = 4096) ->
 
 
 def _equal(a: TensorInfo, b: TensorInfo, rows: int) -> bool:
-    starts = range(0, a.shape[0], rows)
-    return all(np.array_equal(a.read()[i : i + rows], b.read()[i : i + rows]) for i in starts)
+    one, other = a.read(), b.read()
+    return all(np.array_equal(one[i : i + rows], other[i : i + rows]) for i in range(0, a.shape[0], rows))
 
 
 def load_target(
@@ -144,19 +149,36 @@ def load_target(
 ) -> LoadedTarget:
     """Loads a target's text decoder, tensor by tensor, onto the device or onto the devices of `mesh`.
 
+    On a mesh each process reads what its own devices hold, once, a parameter's part at a time; most that is ever in its
+    memory is the largest such part and `ranges.BLOCK`. More is read of three things: rows whose pieces are shorter than
+    `ranges.SHORT`, whole; scales of fp8 blocks that two devices share, by both; and an output layer that is stored
+    though the config ties it to the embedding, to be compared with it, whole.
+
     Args:
       path_or_id: a folder as Hugging Face writes it, or a hub id.
       dtype: "auto" takes the checkpoint's (float16 becomes bfloat16), else float32 or bfloat16. Parameters that the
         model keeps in float32 stay so.
+      mesh: of `sharding.make_mesh`, with devices of every process; heads that do not divide are on every device.
       config_overrides: fields of `TargetConfig` to be replaced.
       num_layers: load only so many layers, to look at part of a model that is too large as a whole.
       quantization: "int8", "fp8" or "fp8_per_block": matrices are held in one byte, see `eagle3_jax.quantization`. With
         an fp8 checkpoint either "fp8" keeps what is in the files; None dequantises it.
 
     Raises:
-      CheckpointError: with every problem of the folder.
-      ConfigError: the config is not one of a supported family.
+      CheckpointError: with every problem of the folder; or a file was cut or lost while it was read.
+      ConfigError: the config is not one of a supported family, or the mesh has other axes.
+      UserError: a process has no device in the mesh.
     """
+    check_mesh_complete(mesh)
+    with counted() as read:
+        loaded = _load(path_or_id, dtype, revision, mesh, config_overrides, num_layers, quantization)
+    return dataclasses.replace(loaded, bytes_read=read.bytes)
+
+
+def _load(
+    path_or_id: str | Path, dtype: Any, revision: str | None, mesh: Mesh | None,
+    config_overrides: Mapping[str, Any] | None, num_layers: int | None, quantization: str | None,
+) -> LoadedTarget:  # fmt: skip
     folder = resolve(path_or_id, revision)
     raw = read_json(folder, "config.json", required=True)
     config = cut(read_config(raw, folder, config_overrides), num_layers)

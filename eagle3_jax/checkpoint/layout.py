@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,11 @@ class Layout:
         """The stored shape of a parameter (or of one expert's part of it) of shape `shape`."""
         return shape
 
-    def take(self, stored: Array, index: Index) -> Array:
-        """The part `index` of the parameter, touching no more of `stored` (a memory map) than it needs."""
-        return stored[index]
+    def parts(self, out: Array, index: Index) -> Iterable[tuple[Array, Index]]:
+        """What fills `out`, which is to hold the part `index` of the parameter: views of it, each with a part of the
+        stored tensor. Together these are all that must be read, and no more.
+        """
+        yield out, index
 
     def put(self, out: Array, ours: Array) -> None:
         """The inverse: writes the whole parameter `ours` into the stored tensor `out`, or into its share of it."""
@@ -42,8 +44,8 @@ class Transpose(Layout):
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:-2], shape[-1], shape[-2])
 
-    def take(self, stored: Array, index: Index) -> Array:
-        return stored.swapaxes(-1, -2)[index]
+    def parts(self, out: Array, index: Index) -> Iterable[tuple[Array, Index]]:
+        yield out.swapaxes(-1, -2), (*index[:-2], index[-1], index[-2])
 
     def put(self, out: Array, ours: Array) -> None:
         out[...] = ours.swapaxes(-1, -2)
@@ -55,8 +57,8 @@ class DepthwiseConv(Layout):
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (shape[1], 1, shape[0])
 
-    def take(self, stored: Array, index: Index) -> Array:
-        return stored[:, 0].T[index]
+    def parts(self, out: Array, index: Index) -> Iterable[tuple[Array, Index]]:
+        yield out.T[:, None], (index[1], slice(0, 1), index[0])
 
     def put(self, out: Array, ours: Array) -> None:
         out[...] = ours.T[:, None]
@@ -72,8 +74,13 @@ class Rows(Layout):
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (self.packed, shape[0])
 
-    def take(self, stored: Array, index: Index) -> Array:
-        return stored[self.rows[index[1]]][:, index[0]].T
+    def parts(self, out: Array, index: Index) -> Iterable[tuple[Array, Index]]:
+        """Rows that follow one another in both are one part: those of a head."""
+        rows, at = self.rows[index[1]], 0
+        for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
+            if len(run):
+                yield out.T[at : at + len(run)], (slice(int(run[0]), int(run[-1]) + 1), index[0])
+                at += len(run)
 
     def put(self, out: Array, ours: Array) -> None:
         out[self.rows] = ours.T

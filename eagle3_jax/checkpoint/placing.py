@@ -15,8 +15,10 @@ from eagle3_jax.checkpoint.block_fp8 import Block, Found, is_fp8, mixed, values_
 from eagle3_jax.checkpoint.fill import Plan, fill, to_device
 from eagle3_jax.checkpoint.layout import Parameter
 from eagle3_jax.config import DraftConfig, TargetConfig
+from eagle3_jax.distributed import check_all_take_part
+from eagle3_jax.errors import ConfigError
 from eagle3_jax.quantization import E4M3, MATRICES, SCALE, Quantization, Quantized, find_quantization, quantize
-from eagle3_jax.sharding import param_sharding
+from eagle3_jax.sharding import AXES, param_sharding
 
 
 def sharding_of(parameter: Parameter, mesh: Mesh | None, config: TargetConfig | DraftConfig) -> Any:
@@ -24,6 +26,23 @@ def sharding_of(parameter: Parameter, mesh: Mesh | None, config: TargetConfig | 
     if mesh is None:
         return None
     return param_sharding(tuple(parameter.path.split(".")), parameter.shape, mesh, config)
+
+
+def check_mesh_complete(mesh: Mesh | None) -> None:
+    """Refuses, before anything is read, a mesh that parameters cannot be laid over.
+
+    Raises:
+      ConfigError: its axes are others.
+      UserError: some process has no device in it.
+    """
+    if mesh is None:
+        return
+    if missing := [axis for axis in AXES if axis not in mesh.axis_names]:
+        raise ConfigError(
+            f"a mesh of axes {', '.join(map(str, mesh.axis_names))} has no {', '.join(missing)}; make it with "
+            "eagle3_jax.sharding.make_mesh"
+        )
+    check_all_take_part(mesh, "mesh")
 
 
 def loaded_as(quantization: str | None, block: Block | None) -> Quantization | None:

@@ -1,8 +1,8 @@
 """The safetensors format: 8 bytes of header length, a JSON header, then the tensors' bytes.
 
 Read by hand, not through the `safetensors` package, for three reasons: every fault of a header is collected instead
-of raising at the first, only headers are read until a tensor is asked for, and a tensor is a memory map of its own
-bytes, so the pages of one tensor are given back before the next is read.
+of raising at the first, only headers are read until a tensor is asked for, and of a tensor only the part that is asked
+for (see `ranges`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from eagle3_jax.checkpoint.ranges import Stored, bounds_of, count
 
 DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(kind)
@@ -52,9 +54,26 @@ class TensorInfo:
         return self.size * self.dtype.itemsize
 
     def read(self) -> np.ndarray[Any, Any]:
-        """A read-only memory map of the tensor: bytes are fetched when they are touched."""
+        """A read-only memory map of the tensor: bytes are fetched when they are touched, and counted as if all were."""
         if not self.size:
             return np.zeros(self.shape, self.dtype)
+        count(self.nbytes)
+        return self._map()
+
+    def read_into(self, out: np.ndarray[Any, Any], index: tuple[slice, ...]) -> None:
+        """Copies the part `index` into `out`, which has its shape and any dtype and strides, reading only its bytes.
+
+        Raises:
+          CheckpointError: the file cannot be read, or ends before the tensor does.
+        """
+        if self.strides is None:
+            stored = Stored(self.name, self.file, self.dtype, self.shape, self.offset)
+            stored.read_into(out, bounds_of(index, self.shape))
+        elif out.size:
+            count(out.size * self.dtype.itemsize)
+            out[...] = self._map()[index]
+
+    def _map(self) -> np.ndarray[Any, Any]:
         if self.strides is None:
             return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
         extent = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
