@@ -97,28 +97,36 @@ class Stored:
 
     def _copy(self, stream: io.FileIO, out: Host, shape: tuple[int, ...], bounds: Bounds, at: int) -> None:
         """The part `bounds` of a tensor, or of one of its rows, that starts at byte `at`."""
-        (start, stop), row = bounds[0], math.prod(shape[1:]) * self.dtype.itemsize
-        if row > BLOCK or not self._rows_whole(shape, bounds):
+        (start, stop), row = bounds[0], self._nbytes(shape[1:])
+        read = self._of_each_row(shape, bounds)
+        extent = () if read is None else tuple(last - first for first, last in read)
+        size = self._nbytes(extent)
+        if read is None or size > BLOCK:
             for i in range(start, stop):
                 self._copy(stream, out[i - start], shape[1:], bounds[1:], at + i * row)
             return
-        inner = tuple(slice(*pair) for pair in bounds[1:])
-        step = min(BLOCK // row, stop - start)
-        buffer = np.empty(step * row, np.uint8)
+        skipped = read[0][0] * self._nbytes(shape[2:]) if read else 0
+        inner = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(bounds[1:], read, strict=True))
+        step = min(BLOCK // size, stop - start)
+        buffer = np.empty(step * size, np.uint8)
         for first in range(start, stop, step):
-            last = min(first + step, stop)
-            block = buffer[: (last - first) * row]
-            self._read(stream, at + first * row, block)
-            rows = block.view(self.dtype).reshape(last - first, *shape[1:])
-            out[first - start : last - start] = rows[:, *inner]
+            many = min(step, stop - first)
+            block = buffer[: many * size]
+            for i, piece in enumerate([block] if size == row else block.reshape(many, size)):
+                self._read(stream, at + (first + i) * row + skipped, piece)
+            rows = block.view(self.dtype).reshape(many, *extent)
+            out[first - start : first - start + many] = rows[:, *inner]
 
-    def _rows_whole(self, shape: tuple[int, ...], bounds: Bounds) -> bool:
-        """Whether rows are read whole: all of them is wanted, or pieces too short to be read alone."""
-        wanted = [pair == (0, n) for pair, n in zip(bounds[1:], shape[1:], strict=True)]
-        if all(wanted):
-            return True
-        (left, right), after = bounds[1], math.prod(shape[2:])
-        return all(wanted[1:]) and (right - left) * after * self.dtype.itemsize < SHORT
+    def _nbytes(self, shape: Sequence[int]) -> int:
+        return math.prod(shape) * self.dtype.itemsize
+
+    def _of_each_row(self, shape: tuple[int, ...], bounds: Bounds) -> Bounds | None:
+        """What is read of each row: what is wanted, or all where pieces are short; None if that is not one range."""
+        wanted, whole = tuple(bounds[1:]), tuple((0, n) for n in shape[1:])
+        if wanted[1:] != whole[1:]:
+            return None
+        short = self._nbytes([last - first for first, last in wanted]) < SHORT
+        return whole if short else wanted
 
     def _read(self, stream: io.FileIO, at: int, block: Host) -> None:
         """Fills `block` with the bytes from `at` on."""
