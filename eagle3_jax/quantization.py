@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Collection
 from functools import partial
@@ -30,7 +31,8 @@ MATRICES = re.compile(
     r"layers\.\d+\.(self_attn\.[qkvo]_proj\.kernel|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)\.kernel"
     r"|mlp\.(shared_expert\.)?(gate|up|down)_proj\.kernel|mlp\.experts\.(gate_up|down)_proj)"
 )
-FEW_ROWS = 16
+FEW_ROWS = 64
+"""Up to so many, products of single blocks of 128 inputs are fewer bytes than a matrix written out and read again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +120,8 @@ def matmul(x: Array, w: Matrix) -> Array:
     """x [..., in] @ w [in, out], in the dtype of x. Scales of whole columns are applied to the product.
 
     The values are exact in bfloat16, so that the conversion is all that stands before the product and XLA can fuse it
-    in. Scales by block come in between. A TPU's compiler fuses them as well; of a GPU's that is not known, and with few
-    rows a matrix written out in full would cost more than it saved: there the products of blocks are scaled and summed.
+    in. Scales by block come in between, and then XLA writes the matrix out in full in all but the smallest programs.
+    With few rows the blocks' own products are scaled and summed instead; more rows outweigh the matrix.
     """
     if not isinstance(w, Quantized):
         return jnp.matmul(x, w)
@@ -127,11 +129,16 @@ def matmul(x: Array, w: Matrix) -> Array:
     if w.scale.shape[-2] == 1:
         y = jnp.matmul(x, w.values.astype(x.dtype), preferred_element_type=jnp.float32)
         return (y * w.scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
-    # On a mesh, blocks may be cut where devices meet.
-    few = x.size <= FEW_ROWS * x.shape[-1] and x.shape[-1] % w.block == 0 and current_layout() is None
-    if few and jax.default_backend() == "gpu":
+    if x.size <= FEW_ROWS * x.shape[-1] and _whole_blocks(x.shape[-1], w.block):
         return sum_of_blocks(x, w)
     return jnp.matmul(x, w.dequantize(x.dtype))
+
+
+def _whole_blocks(inputs: int, block: int) -> bool:
+    """Whether inputs are whole blocks, on each device of a mesh as well."""
+    layout = current_layout()
+    devices = 1 if layout is None else math.lcm(layout.mesh.shape["tensor"], layout.mesh.shape["fsdp"])
+    return inputs % (block * devices) == 0
 
 
 def sum_of_blocks(x: Array, w: Quantized) -> Array:

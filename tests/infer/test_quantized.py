@@ -24,7 +24,7 @@ from tests.infer import tiny
 from tests.infer.conftest import Folders
 from tests.infer.models import make_target
 from tests.infer.test_lossless import PARAMS, PROMPTS, STOPS, accepted_counts, same
-from tests.infer.test_sharded import EXPERTS, SIZES
+from tests.infer.test_sharded import EXPERTS, SIZES, check_program
 from tests.infer.tiny import Answer
 
 MODELS: dict[str, tuple[str, Quantization, dict[str, Any]]] = {
@@ -54,9 +54,11 @@ def test_same_tokens_with_and_without_a_drafter(name: str) -> None:
 
 def test_the_tokens_of_one_device_on_a_mesh() -> None:
     model, head, plain = quantised("mixture, fp8 by blocks")
-    mesh = parse_mesh("dp2 ep2 tp2").mesh()
+    shape = parse_mesh("dp2 ep2 tp2")
+    mesh = shape.mesh()
     engine = tiny.build(tiny.spread(model, mesh), tiny.spread(head, mesh), Speculation(2), mesh=mesh, max_num_seqs=4)
     assert same(engine, model, tiny.answers(engine, PROMPTS, PARAMS, stop_ids=STOPS), plain) <= 1
+    check_program(engine, shape)
 
 
 def dtypes(model: nnx.Module) -> set[str]:
