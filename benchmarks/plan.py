@@ -92,12 +92,17 @@ def line(row: Row, known: dict[str, Any]) -> str:
     chip = row.choice.topology.chip
     done = known.get(row.key)
     fits = done is not None and not done["too_large"]
-    spent = times(row.choice.account, chip, done["moved"] if fits and done else None)
+    counted = done["moved"] if done is not None and fits else None
+    spent = times(row.choice.account, chip, counted)
     held = f"{done['gib']:.1f}" if fits and done else f"{row.choice.account.total / GIB:.1f}"
-    how = "accounted" if done is None else "compiled" if fits else f"compiler: {done['too_large'][:90]}"
+    how = "accounted" if done is None else _confirmed(counted) if fits else f"compiler: {done['too_large'][:90]}"
     ms = [f"{1e3 * x:.1f}" for x in (spent.total, spent.compute, spent.memory, spent.links)]
     cells = [row.model, row.what, str(row.choice.topology), str(row.choice.shape), held, ms[0], " / ".join(ms[1:]), how]
     return "| " + " | ".join(cells) + " |"
+
+
+def _confirmed(moved: float | None) -> str:
+    return "compiled" if moved is not None else "compiled, links accounted"
 
 
 def main() -> None:
@@ -125,7 +130,8 @@ The smallest slice of each chip on which a target generates (64 slots or 1, of 8
 head is trained on it (packed sequences of 4,096 tokens, one for each chip; 7 steps), in bfloat16, and on it the fastest
 mesh. Both were picked by accounting. Rows marked *compiled* were then compiled for that slice with libtpu, on a machine
 without a TPU: their memory is the compiler's, of HBM of 15.75 (v5e), 95.73 (v5p) and 31.24 GiB (v6e), and so are the
-bytes on their links. Where the compiler did not agree, the row has its words.
+bytes on their links, where this jaxlib can print what libtpu made. Where the compiler did not agree, the row has its
+words.
 
 Times are what the chip's own rates allow at best (computing / memory / links; the longer of the first two and the
 third), not measurements, and know nothing of latency: [docs/scaling.md](../docs/scaling.md). No TPU has run any of
