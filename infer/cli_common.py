@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_jax.errors import UserError
-from infer.options import DEFAULT_DRAFTER, DEFAULT_DRAFTS, DEFAULT_MODEL, REJECTION_METHODS
+from infer.options import DEFAULT_DRAFTER, DEFAULT_DRAFTS, DEFAULT_MODEL, KERNELS, REJECTION_METHODS
 
 SYNTHETIC_NOTICE = (
     "SYNTHETIC ACCEPTANCE: drafts were accepted at a fixed rate whatever they were; the text means nothing, and "
@@ -36,6 +36,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     group.add_argument("--quantization", help="the target's matrices in one byte: int8, fp8 or fp8_per_block")
+    group.add_argument("--kernels", default="auto", choices=KERNELS, help="see LLM(kernels=) (default: auto)")
     group.add_argument("--tp", type=int, default=1, help="devices over which the model is spread")
     group.add_argument("--mesh", help="instead of --tp: devices along several axes, as 'dp2 tp4' or 'ep4 tp2'")
     group.add_argument("--max-model-len", type=int, help="longest prompt and answer together, in tokens")
@@ -51,6 +52,7 @@ def engine_keywords(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "dtype": args.dtype,
         "quantization": args.quantization,
+        "kernels": args.kernels,
         "tensor_parallel_size": args.tp,
         "mesh": args.mesh,
         "max_model_len": args.max_model_len,

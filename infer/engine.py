@@ -27,6 +27,7 @@ from eagle3_jax.sharding import cache_shardings, laid_out, replicated
 from eagle3_jax.target import Target
 from infer.cycle import MAX_DRAFTS, DecodeState, Speculation, prefill, run_cycles
 from infer.sampling import SamplingState, idle_state
+from pallas_kernels import dispatch
 
 Weights = tuple[list[Array], ...]
 """Leaves of the target and, if there is one, of the drafter."""
@@ -37,7 +38,10 @@ _CHUNKS = (16, 64, 256, 1024)
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Sizes of an engine. `prefill_chunk` bounds the prompt tokens of one pass; shorter buckets are used as well."""
+    """Sizes of an engine. `prefill_chunk` bounds the prompt tokens of one pass; shorter buckets are used as well.
+
+    kernels: implementation that operations prefer, see `pallas_kernels.dispatch`; None leaves it to them.
+    """
 
     max_num_seqs: int = 16
     max_model_len: int = 2048
@@ -46,6 +50,7 @@ class EngineConfig:
     prefill_chunk: int = 256
     page_size: int = 64
     dtype: Any = jnp.float32
+    kernels: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +100,11 @@ class Engine:
             return built[0], (built[1] if len(built) > 1 else None)
 
         def prefill_step(weights: Weights, state: DecodeState, chunk: int) -> DecodeState:
-            with matmul_precision(dtype), laid_out(mesh, "slots"):
+            with matmul_precision(dtype), laid_out(mesh, "slots"), dispatch.using(config.kernels):
                 return prefill(*models(weights), state, chunk)
 
         def decode_step(weights: Weights, state: DecodeState, limit: Array, yield_slots: Array) -> DecodeState:
-            with matmul_precision(dtype), laid_out(mesh, "slots"):
+            with matmul_precision(dtype), laid_out(mesh, "slots"), dispatch.using(config.kernels):
                 return run_cycles(*models(weights), state, how, limit, yield_slots)
 
         empty = partial(empty_state, self._target_config, self._draft_config, config)

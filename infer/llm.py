@@ -77,6 +77,8 @@ class LLM:
       cycles_per_sync       cycles on the device between two looks of the host: how often `stream` has something new,
                             stop strings are seen and waiting prompts are let in (default 8)
       prefill_chunk         prompt tokens a pass (default 256)
+      kernels               "auto" (those that were measured and won), "reference" (none), "gpu" or "tpu" (all of them;
+                            where one cannot do its job a warning says why, and the reference does it)
 
     With the coupled rule (the default) a text is a function of weights, prompt, parameters and seed alone: the same
     with and without a head, for any K, alone or in a batch.
@@ -149,6 +151,7 @@ class LLM:
             cycles_per_sync=options.cycles_per_sync,
             prefill_chunk=options.prefill_chunk,
             dtype=_dtype_of(target),
+            kernels=None if options.kernels == "auto" else options.kernels,
         )
         self._engine = Engine(target, drafter, config, mesh=mesh)
         self._seed = options.seed

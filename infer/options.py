@@ -73,6 +73,9 @@ class Drafting:
     speculation: Speculation = Speculation()
 
 
+KERNELS = ("auto", "reference", "gpu", "tpu")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Keywords of `LLM`; see there for what they mean. `check_options` makes one."""
@@ -90,6 +93,7 @@ class Options:
     max_num_seqs: int = 16
     cycles_per_sync: int = 8
     prefill_chunk: int = 256
+    kernels: str = "auto"
 
 
 def check_options(given: Mapping[str, Any]) -> Options:
@@ -105,6 +109,8 @@ def check_options(given: Mapping[str, Any]) -> Options:
     _check_count("LLM", "seed", options.seed, 0)
     if options.quantization is not None:
         _check_quantization(options.quantization)
+    if options.kernels not in KERNELS:
+        raise UserError(f"LLM: kernels={options.kernels!r} is not offered; choose one of {', '.join(KERNELS)}")
     if options.mesh is not None and options.tensor_parallel_size > 1:
         raise UserError("LLM: mesh and tensor_parallel_size are both given: give one")
     return options

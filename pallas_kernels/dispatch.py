@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def using(implementation: str) -> Iterator[None]:
+def using(implementation: str | None) -> Iterator[None]:
     """Operations traced inside prefer `implementation` ("tpu", ...) where they have it and it can do the job."""
     token = _preferred.set(implementation)
     try:

@@ -10,6 +10,7 @@ import pytest
 from eagle3_jax.errors import UserError
 from infer import LLM, SamplingParams
 from infer.outputs import SpecMetrics
+from pallas_kernels import dispatch
 from tests.infer.models import DRAFT, STOP_ID, TARGET, TOKENIZER, make_drafter, make_target
 
 PROMPTS = ["the cat", "h", "hello world, stop here and there " * 3, "日本語"]
@@ -308,3 +309,10 @@ def test_context_beyond_the_model_is_refused(models: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="max_model_len=257 is more than the model's 256"):
         build({"target": models["target"]}, max_model_len=257)
     assert DRAFT.vocab_size == TARGET.vocab_size
+
+
+def test_kernels_that_cannot_run_here_give_way(models: dict[str, Any], llm: LLM) -> None:
+    dispatch._fallbacks.clear()
+    forced = build(models, kernels="gpu")
+    assert ids(generate(forced, PROMPTS[:1])) == ids(generate(llm, PROMPTS[:1]))
+    assert "for GPUs" in dispatch.fallbacks()["attention.paged_attention"]

@@ -42,6 +42,7 @@ def test_vllms_own_keywords_are_accepted_with_one_warning() -> None:
             "LLM: unknown keyword 'tensor_paralel_size' (did you mean 'tensor_parallel_size'?)",
         ),
         ({"load_in_8bit": True}, "LLM: unknown keyword 'load_in_8bit'; known: tokenizer, skip_tokenizer_init"),
+        ({"kernels": "triton"}, "LLM: kernels='triton' is not offered; choose one of auto, reference, gpu, tpu"),
         ({"quantization": "awq"}, "LLM: quantization='awq' is not offered; choose one of int8, fp8, fp8_per_block, or"),
         ({"enforce_eagre": True}, "(did you mean 'enforce_eager'?)"),
         (
