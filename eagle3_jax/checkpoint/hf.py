@@ -151,8 +151,8 @@ def load_target(
 
     On a mesh each process reads what its own devices hold, once, a parameter's part at a time; most that is ever in its
     memory is the largest such part and `ranges.BLOCK`. More is read of three things: rows whose pieces are shorter than
-    `ranges.SHORT`, whole and for each device; scales of fp8 blocks that two devices share, by both; and an output layer that is stored
-    though the config ties it to the embedding, to be compared with it, whole.
+    `ranges.SHORT`, whole and for each device; scales of fp8 blocks that two devices share, by both; and an output layer
+    that is stored though the config ties it to the embedding, to be compared with it, whole.
 
     Args:
       path_or_id: a folder as Hugging Face writes it, or a hub id.
