@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # with libtpu installed, jax would look for a TPU first
     # Most of a first run is compilation, and what is compiled runs for milliseconds: less of LLVM's optimization.
-    "XLA_FLAGS": "--xla_backend_optimization_level=1",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
     "TPU_SKIP_MDS_QUERY": "1",  # compiling for a TPU topology asks no metadata server
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
