@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,33 @@ def profile(run: Callable[[], Any], folder: str | Path | None = None) -> dict[st
 
 def kernel_times(folder: Path) -> dict[str, int]:
     """Nanoseconds by HLO instruction, over every device stream of the newest profile in `folder`."""
-    newest = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     times: collections.Counter[str] = collections.Counter()
+    for event in _kernels(folder):
+        times[_instruction(event)] += int(event.duration_ns)
+    return dict(times)
+
+
+def call_times(call: Callable[[], Any], count: int) -> list[float]:
+    """Nanoseconds spent in kernels by each of `count` calls, which do the same; none where no device was recorded."""
+    with tempfile.TemporaryDirectory() as where:
+        with jax.profiler.trace(where):
+            for _ in range(count):
+                jax.block_until_ready(call())
+        events = sorted(_kernels(Path(where)), key=lambda event: event.start_ns)
+    spent, each = [int(event.duration_ns) for event in events], len(events) // count
+    if len(spent) % count:  # something else ran in between
+        return [sum(spent) / count] * count
+    return [float(sum(spent[i * each : (i + 1) * each])) for i in range(count if each else 0)]
+
+
+def _kernels(folder: Path) -> Iterator[Any]:
+    newest = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     for plane in ProfileData.from_file(str(newest)).planes:
         if not plane.name.startswith("/device:"):
             continue
         for line in plane.lines:
-            if not line.name.startswith("Stream"):  # the other lines tell the same time again, by module and by scope
-                continue
-            for event in line.events:
-                times[_instruction(event)] += int(event.duration_ns)
-    return dict(times)
+            if line.name.startswith("Stream"):  # the other lines tell the same time again, by module and by scope
+                yield from line.events
 
 
 def _instruction(event: Any) -> str:

@@ -1,0 +1,66 @@
+"""Verification of windows. Letters: B batch, W window, V vocabulary. The floor is one argmax over the same logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from benchmarks.cases.case import OURS, Case, Draw, Grid, Sizes, implementations
+from pallas_kernels import verification
+from pallas_kernels.verification import Sampling
+
+WINDOW, STOP_IDS = 4, 16
+SAMPLED = "temperature 0.8, top_p 0.95"
+
+
+def cases(s: Sizes, g: Grid) -> Iterator[Case]:
+    for batch in g.verify_batches:
+        yield from (coupled(s, batch, sampled) for sampled in (False, True))
+        yield standard(s, batch)
+
+
+def coupled(s: Sizes, batch: int, sampled: bool) -> Case:
+    def make(key: Array) -> tuple[Any, ...]:
+        return *_window(Draw(key), s, batch), _sampling(batch, sampled)
+
+    ways, exact = implementations(verification.verify, *OURS), verification.reference.verify
+    shape, size = f"B {batch}, W {WINDOW}, {SAMPLED if sampled else 'greedy'}", 4 * batch * WINDOW * s.vocab
+    return Case("verification.verify", shape, make, ways, exact, _argmax, bytes=size)
+
+
+def standard(s: Sizes, batch: int) -> Case:
+    def make(key: Array) -> tuple[Any, ...]:
+        draw = Draw(key)
+        logits, drafts, keys = _window(draw, s, batch)
+        q = jax.nn.softmax(3 * draw.normal(batch, WINDOW - 1, s.draft_vocab), axis=-1)
+        d2t, uniform = jnp.arange(s.draft_vocab, dtype=jnp.int32), draw.uniform(batch, WINDOW - 1)
+        return logits, drafts % s.draft_vocab, q, d2t, uniform, keys, _sampling(batch, True)
+
+    ways = implementations(verification.verify_standard, *OURS)
+    shape, size = f"B {batch}, W {WINDOW}, {SAMPLED}", 4 * batch * WINDOW * s.vocab
+    exact = ways["reference"].run
+    return Case("verification.verify_standard", shape, make, ways, exact, _argmax, bytes=size)
+
+
+def _argmax(logits: Array, *_: Any) -> Array:
+    return jnp.argmax(logits, axis=-1)
+
+
+def _window(draw: Draw, s: Sizes, batch: int) -> tuple[Array, Array, Array]:
+    """Logits [B,W,V], drafts [B,W-1] that are the likeliest tokens in every other row, and keys [B,W,2]."""
+    logits = 3 * draw.normal(batch, WINDOW, s.vocab)
+    best = jnp.argmax(logits[:, :-1], axis=-1).astype(jnp.int32)
+    even = jnp.arange(batch, dtype=jnp.int32)[:, None] % 2 == 0
+    keys = jnp.arange(2 * batch * WINDOW, dtype=jnp.uint32).reshape(batch, WINDOW, 2)
+    return logits, jnp.where(even, best, 0), keys
+
+
+def _sampling(batch: int, sampled: bool) -> Sampling:
+    row = lambda x: jnp.full((batch,), x, jnp.float32)
+    stop_ids, no_stop = jnp.full((batch, STOP_IDS), -1, jnp.int32), jnp.zeros((batch, WINDOW), jnp.bool_)
+    heat, top_p = (0.8, 0.95) if sampled else (0.0, 1.0)
+    return Sampling(row(heat), row(0.0), jnp.zeros(batch, jnp.int32), row(top_p), stop_ids, no_stop)
