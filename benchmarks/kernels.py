@@ -111,7 +111,8 @@ def milliseconds(program: Any, arguments: tuple[Any, ...], in_place: bool) -> fl
 
 def measure(programs: Programs, name: str) -> dict[str, Any]:
     """A row of the report: with `ms` and `error`, or the reason why there is none."""
-    case, row = programs.case, {"operation": programs.case.operation, "shape": programs.case.shape, "way": name}
+    case = programs.case
+    row: dict[str, Any] = {"operation": case.operation, "shape": case.shape, "way": name}
     try:
         key, run = jax.random.key(0, impl="rbg"), programs.run[name].result()
         make = programs.make[name].result()

@@ -75,9 +75,9 @@ def causal(s: Sizes, batch: int, length: int, packed: bool, slopes: bool) -> Cas
         return _segments(batch, length, packed), of(s.heads), (of(s.heads), of(s.kv_heads), of(s.kv_heads))
 
     def run(ids: Any, slope: Array, qkv: Any, *, implementation: str) -> Any:
-        attend = _tokamax if implementation == "tokamax" else attention.causal_attention
-        options = {} if implementation == "tokamax" else {"implementation": implementation}
-        return _pulled(partial(attend, segment_ids=ids, **options), slope, qkv, slopes)
+        ours = partial(attention.causal_attention, segment_ids=ids, implementation=implementation)
+        attend = partial(_tokamax, segment_ids=ids) if implementation == "tokamax" else ours
+        return _pulled(attend, slope, qkv, slopes)
 
     ways = implementations(run, "reference", "cudnn", *(["tokamax"] if HAS_TOKAMAX else []))
     work = _flops(batch, length, s.heads * s.width, packed, slopes)
