@@ -29,7 +29,7 @@ SCALE = "_scale"
 """A quantised parameter's scale is the parameter of this ending beside it."""
 MATRICES = re.compile(
     r"layers\.\d+\.(self_attn\.[qkvo]_proj\.kernel|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)\.kernel"
-    r"|mlp\.(shared_expert\.)?(gate|up|down)_proj\.kernel|mlp\.experts\.(gate_up|down)_proj)"
+    r"|mlp\.(shared_expert\.)?(gate|up|down)_proj\.kernel|mlp\.experts\.(gate|up|down)_proj)"
 )
 FEW_ROWS = 64
 """Up to so many, products of single blocks of 128 inputs are fewer bytes than a matrix written out and read again."""
@@ -78,6 +78,15 @@ class Quantized:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
+
+    def in_parts(self, parts: int) -> Quantized:
+        """With blocks so small that each of so many equal parts of the inputs has whole ones."""
+        inputs = self.shape[-2]
+        block = math.gcd(self.block, inputs // parts)
+        if self.scale.shape[-2] == 1 or block == self.block:
+            return self
+        scale = jnp.repeat(self.scale, self.block // block, axis=-2)[..., : inputs // block, :]
+        return dataclasses.replace(self, scale=scale, block=block)
 
     def dequantize(self, dtype: DTypeLike) -> Array:
         """[..., in, out]: the product in float32, rounded once."""
@@ -149,23 +158,24 @@ def sum_of_blocks(x: Array, w: Quantized) -> Array:
     return jnp.sum(y * w.scale[:, None], axis=0).astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 
-def ragged_dot(x: Array, w: Matrix, group_sizes: Array) -> Array:
-    """`jax.lax.ragged_dot`: x [rows, in], sorted into groups, with w [groups, in, out].
+def ragged_dot(x: Array, w: Matrix, group_sizes: Array, dtype: DTypeLike | None = None) -> Array:
+    """`jax.lax.ragged_dot`: x [rows, in], sorted into groups, with w [groups, in, out]; in `dtype`, or that of x.
 
     A TPU multiplies groups by int8 as it is; fp8 it first writes out in full, which saves memory and no time.
     """
+    dtype = dtype or x.dtype
     if not isinstance(w, Quantized):
-        return jax.lax.ragged_dot(x, w, group_sizes)
+        return jax.lax.ragged_dot(x, w, group_sizes, preferred_element_type=dtype)
     w = held(w, x)
     if w.scale.shape[-2] > 1:
-        return jax.lax.ragged_dot(x, w.dequantize(x.dtype), group_sizes)
+        return jax.lax.ragged_dot(x, w.dequantize(x.dtype), group_sizes, preferred_element_type=dtype)
     direct = w.values.dtype == jnp.int8 and x.dtype == jnp.bfloat16
     # The direct product is exact but for its sum, and is not to be had at any other precision.
     precision = jax.lax.Precision.DEFAULT if direct else None
     values = w.values if direct else w.values.astype(x.dtype)
     y = jax.lax.ragged_dot(x, values, group_sizes, precision, jnp.float32)
     scale = jnp.repeat(w.scale[:, 0], group_sizes, axis=0, total_repeat_length=len(x))
-    return (y * scale).astype(x.dtype)
+    return (y * scale).astype(dtype)
 
 
 def matrix(owner: Any, name: str) -> Matrix:

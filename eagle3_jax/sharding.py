@@ -48,7 +48,7 @@ MESH_AXES: dict[str, str | tuple[str, ...] | None] = {
 _PARAMETERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"embed_tokens\.weight", ("vocab", "embed")),
     (r"lm_head\.kernel", ("embed", "vocab")),
-    (r"experts\.gate_up_proj", ("expert", "embed", "mlp")),
+    (r"experts\.(gate|up)_proj", ("expert", "embed", "mlp")),
     (r"experts\.down_proj", ("expert", "mlp", "embed")),
     (r"self_attn\.[qkv]_proj\.kernel", ("embed", "heads")),
     (r"self_attn\.[qkv]_proj\.bias", ("heads",)),
@@ -183,6 +183,11 @@ class Layout:
         """The mesh axes over which `count` rows are spread, () if they do not divide."""
         (place,) = axes_sharding([self.rows], [count], self.mesh).spec or (None,)
         return (place,) if isinstance(place, str) else place or ()
+
+    def product_spec(self, axes: Sequence[str], shape: Sequence[int], rows: Sequence[str]) -> PartitionSpec:
+        """How a matrix lies when it is multiplied with `rows` of such axes: whole along these, else as it is held."""
+        held = axes_sharding(axes, shape, self.mesh).spec
+        return PartitionSpec(*(None if axis in rows or axis and self.mesh.shape[axis] == 1 else axis for axis in held))
 
 
 _LAYOUT: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)

@@ -88,20 +88,17 @@ def read_part(parameter: Parameter, found: Sequence[Found], index: Index) -> Hos
     bounds = bounds_of(index, parameter.shape)
     out = np.empty([stop - start for start, stop in bounds], parameter.dtype)
     for piece, info in found:
-        view, part = (out, index) if piece.expert is None else _of_expert(out, piece, piece.expert, bounds)
+        view, part = (out, index) if piece.expert is None else _of_expert(out, piece.expert, bounds)
         for target, stored in piece.layout.parts(view, part) if view.size else ():
             info.read_into(target, stored)
     return out
 
 
-def _of_expert(out: Host, piece: Piece, expert: int, bounds: Bounds) -> tuple[Host, Index]:
+def _of_expert(out: Host, expert: int, bounds: Bounds) -> tuple[Host, Index]:
     """Where an expert's matrix goes in `out`, and which part of it; empty when `out` has none of it."""
-    (first, last), depth, (left, right) = bounds
-    start, stop = max(left, piece.columns[0]), min(right, piece.columns[1])
-    if not first <= expert < last or start >= stop:
-        return out[:0], ()
-    part = (slice(*depth), slice(start - piece.columns[0], stop - piece.columns[0]))
-    return out[expert - first, :, start - left : stop - left], part
+    (first, last), *part = bounds
+    mine = out[expert - first] if first <= expert < last else out[:0]
+    return mine, tuple(slice(*pair) for pair in part)
 
 
 def to_device(parameter: Parameter, found: Sequence[Found], sharding: Sharding | None) -> jax.Array:

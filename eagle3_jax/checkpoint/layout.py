@@ -51,6 +51,24 @@ class Transpose(Layout):
         out[...] = ours.swapaxes(-1, -2)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Half(Transpose):
+    """One of two projections stored as one: [E, 2 width, in] stored, [E, in, width] ours."""
+
+    width: int
+    first: int
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[0], 2 * self.width, shape[1])
+
+    def parts(self, out: Array, index: Index) -> Iterable[tuple[Array, Index]]:
+        start, stop, _ = index[2].indices(self.width)
+        yield out.swapaxes(-1, -2), (index[0], slice(self.first + start, self.first + stop), index[1])
+
+    def put(self, out: Array, ours: Array) -> None:
+        super().put(out[:, self.first : self.first + self.width], ours)
+
+
 class DepthwiseConv(Layout):
     """Depthwise convolution: [C, 1, taps] stored, [taps, C] ours."""
 
@@ -91,21 +109,19 @@ SAME, TRANSPOSE, CONV = Layout(), Transpose(), DepthwiseConv()
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A stored tensor and its place in a parameter: all of it, or columns of one expert's matrix."""
+    """A stored tensor and its place in a parameter: all of it, or one expert's matrix."""
 
     name: str
     layout: Layout
     expert: int | None = None
-    columns: tuple[int, int] = (0, 0)
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """What the stored tensor's shape must be when the parameter's is `shape`."""
-        own = shape if self.expert is None else (shape[1], self.columns[1] - self.columns[0])
-        return self.layout.stored_shape(own)
+        return self.layout.stored_shape(shape if self.expert is None else shape[1:])
 
     def own_part(self, parameter: Array) -> Array:
         """The part of the whole parameter that this piece holds."""
-        return parameter if self.expert is None else parameter[self.expert, :, slice(*self.columns)]
+        return parameter if self.expert is None else parameter[self.expert]
 
 
 Maker = Callable[[re.Match[str], tuple[int, ...]], list[Piece]]
@@ -124,16 +140,16 @@ def one(template: str, layout: Layout) -> Maker:
     return lambda match, shape: [Piece(match.expand(template), layout)]
 
 
-def per_expert(template: str, *projections: str) -> Maker:
-    """[E, in, out] from E tensors, or E of each projection side by side, as most checkpoints store mixtures."""
+def half(template: str, which: int) -> Maker:
+    """The parameter is the first (0) or the second (1) projection of a stored tensor that has two, of every expert."""
+    return lambda match, shape: [Piece(match.expand(template), Half(shape[2], which * shape[2]))]
+
+
+def per_expert(template: str) -> Maker:
+    """[E, in, out] from E tensors, as most checkpoints store mixtures."""
 
     def pieces(match: re.Match[str], shape: tuple[int, ...]) -> list[Piece]:
-        width = shape[2] // len(projections)
-        return [
-            Piece(match.expand(template).format(expert=e, projection=p), TRANSPOSE, e, (i * width, (i + 1) * width))
-            for e in range(shape[0])
-            for i, p in enumerate(projections)
-        ]
+        return [Piece(match.expand(template).format(expert=e), TRANSPOSE, e) for e in range(shape[0])]
 
     return pieces
 
@@ -144,13 +160,11 @@ EVERY_FAMILY = (
     Rule(r"(.+)", one(r"\1", SAME)),
 )
 FUSED_EXPERTS = (
-    Rule(r"(.+\.experts)\.gate_up_proj", one(r"\1.gate_up_proj", TRANSPOSE)),
+    Rule(r"(.+\.experts)\.gate_proj", half(r"\1.gate_up_proj", 0)),
+    Rule(r"(.+\.experts)\.up_proj", half(r"\1.gate_up_proj", 1)),
     Rule(r"(.+\.experts)\.down_proj", one(r"\1.down_proj", TRANSPOSE)),
 )
-SEPARATE_EXPERTS = (
-    Rule(r"(.+\.experts)\.gate_up_proj", per_expert(r"\1.{expert}.{projection}.weight", "gate_proj", "up_proj")),
-    Rule(r"(.+\.experts)\.down_proj", per_expert(r"\1.{expert}.{projection}.weight", "down_proj")),
-)
+SEPARATE_EXPERTS = (Rule(r"(.+\.experts)\.(gate|up|down)_proj", per_expert(r"\1.{expert}.\2_proj.weight")),)
 
 
 def rules_for(config: TargetConfig) -> tuple[Rule, ...]:

@@ -183,7 +183,7 @@ def test_every_problem_is_told_at_once(checkpoint: Folder, tmp_path: Path) -> No
         f"wrong dtype: {attention}.v_proj.weight_scale_inv in model.safetensors: expected float values, found int32",
         f"unknown: {attention}.o_proj.weight_scale_inv [3, 2] in model.safetensors",
         "wrong dtype: model.embed_tokens.weight in model.safetensors: expected float values, found float8_e4m3fn",
-        "layers.1.mlp.experts.gate_up_proj: some of its tensors are fp8, others are not",
+        "layers.1.mlp.experts.up_proj: some of its tensors are fp8, others are not",
     ]
     assert [text for text in expected if text not in found] == [] and len(found.splitlines()) == len(expected)
 

@@ -187,7 +187,7 @@ def test_scales_lie_as_their_matrices_do() -> None:
     assert place(f"{layer}.o_proj.kernel_scale", 4, 40) == P("tensor", "fsdp")
     assert place(f"{layer}.o_proj.kernel_scale", 1, 40) == P(None, "fsdp")
     assert place(f"{layer}.o_proj.kernel_scale", 3, 40) == P(None, "fsdp")
-    assert place("layers.0.mlp.experts.gate_up_proj_scale", 6, 1, 48) == P("expert", None, "tensor")
+    assert place("layers.0.mlp.experts.gate_proj_scale", 6, 1, 24) == P("expert", None, "tensor")
     assert place("layers.0.mlp.experts.down_proj_scale", 6, 2, 40) == P("expert", "tensor", "fsdp")
     assert place("layers.0.mlp.shared_expert.down_proj.kernel_scale", 1, 40) == P(None, "fsdp")
 

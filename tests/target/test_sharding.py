@@ -84,7 +84,7 @@ PARTS: dict[str, dict[str, tuple[int, ...]]] = {  # what one device holds
         "layers.1.self_attn.q_proj.kernel": (40, 64), "layers.1.self_attn.k_proj.kernel": (40, 16),
         "layers.1.self_attn.o_proj.kernel": (32, 40), "layers.0.linear_attn.in_proj_z.kernel": (40, 48),
         "layers.0.linear_attn.out_proj.kernel": (48, 40), "layers.0.linear_attn.A_log": (8,),
-        "layers.0.mlp.experts.gate_up_proj": (6, 40, 24), "layers.0.mlp.experts.down_proj": (6, 12, 40),
+        "layers.0.mlp.experts.gate_proj": (6, 40, 12), "layers.0.mlp.experts.down_proj": (6, 12, 40),
         "layers.0.mlp.shared_expert.down_proj.kernel": (14, 40),
     },
     "tensor=4": {  # two key/value heads on four devices: whole heads, on every device
@@ -94,10 +94,10 @@ PARTS: dict[str, dict[str, tuple[int, ...]]] = {  # what one device holds
     "fsdp=2, tensor=2": {
         "embed_tokens.weight": (48, 20), "lm_head.kernel": (20, 48), "layers.1.self_attn.q_proj.kernel": (20, 64),
         "layers.1.self_attn.o_proj.kernel": (32, 20), "layers.0.linear_attn.in_proj_qkv.kernel": (20, 80),
-        "layers.0.mlp.experts.gate_up_proj": (6, 20, 24),
+        "layers.0.mlp.experts.up_proj": (6, 20, 12),
     },
     "expert=2": {
-        "layers.0.mlp.experts.gate_up_proj": (3, 40, 48), "layers.0.mlp.experts.down_proj": (3, 24, 40),
+        "layers.0.mlp.experts.gate_proj": (3, 40, 24), "layers.0.mlp.experts.down_proj": (3, 24, 40),
         "layers.0.mlp.gate.kernel": (40, 6), "layers.1.self_attn.q_proj.kernel": (40, 128),
     },
 }  # fmt: skip
