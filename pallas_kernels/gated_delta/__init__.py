@@ -13,9 +13,9 @@ from jax import Array
 
 from pallas_kernels import dispatch, proof
 from pallas_kernels.gated_delta import reference
-from pallas_kernels.gated_delta.reference import Pending, fold, recurrent, window
+from pallas_kernels.gated_delta.reference import Pending, fold, path, recurrent, window
 
-__all__ = ["Pending", "chunked", "fold", "recurrent", "step", "window"]
+__all__ = ["Pending", "chunked", "fold", "path", "recurrent", "step", "window"]
 
 
 def chunked(
@@ -66,6 +66,7 @@ def step(
     g: Array,
     beta: Array,
     *,
+    parents: Array | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array, Array]:
     """One cycle of a layer: folds what was accepted into the state, then verifies the next window from there.
@@ -73,6 +74,9 @@ def step(
     Args:
       state: [B,K*R,M,P] float32. pending: the last window and how much of it was accepted.
       q, k: [B,W,K,M], normed, q scaled. v: [B,W,K*R,P]. g, beta: [B,W,K*R], both 0 on padding.
+      parents: [B,W] or [W] int32 of a tree of drafts: each token's parent, which comes before it, or -1 for what is
+        committed. None is a chain. The `accepted` of a pending tree is the `path` of the last token accepted. The
+        reference alone does trees, and the engine has no use for them yet: it drafts chains.
       implementation: see `pallas_kernels.dispatch`. Both kernels read and write the state once, in place where the
         caller donates it. "gpu" is the default on GPUs (benchmarks/RESULTS.md says why); "tpu" has been compared with
         the reference and compiled for every TPU, but not timed.
@@ -81,20 +85,27 @@ def step(
       outputs [B,W,K*R,P], updates [B,W,K*R,P] (the next `pending.updates`) and the committed state, all float32.
     """
     implementations = {"reference": reference.step, "tpu": _tpu, "gpu": _gpu}
-    arguments = (state, pending, q, k, v, g, beta)
-    return dispatch.call("gated_delta.step", implementation, implementations, *arguments, default="gpu")
+    args = (state, pending, q, k, v, g, beta)
+    return dispatch.call("gated_delta.step", implementation, implementations, *args, default="gpu", parents=parents)
 
 
-def _tpu(*args: Any) -> tuple[Array, Array, Array]:
+def _tpu(*args: Any, parents: Array | None) -> tuple[Array, Array, Array]:
+    _refuse_trees(args[1], parents)
     from pallas_kernels.gated_delta import tpu  # Pallas takes a while to import
 
     return tpu.step(*args)
 
 
-def _gpu(*args: Any) -> tuple[Array, Array, Array]:
+def _gpu(*args: Any, parents: Array | None) -> tuple[Array, Array, Array]:
+    _refuse_trees(args[1], parents)
     if jax.default_backend() != "gpu":
         raise NotImplementedError("this kernel is for GPUs")
     from pallas_kernels.gated_delta import gpu
 
     proof.require("gated_delta.step on this GPU", gpu.step, reference.step, gpu.small_case, rtol=1e-4)
     return gpu.step(*args)
+
+
+def _refuse_trees(pending: Pending, parents: Array | None) -> None:
+    if parents is not None or pending.accepted.ndim > 1:
+        raise NotImplementedError("trees of drafts: the kernels fold and verify chains")

@@ -17,6 +17,9 @@ With G_t the running sum of g inside a chunk that starts from S0, the u of a chu
     u_t + beta_t sum_{j<t} e^{G_t-G_j} (k_j.k_t) u_j = beta_t (v_t - e^{G_t} S0^T k_t)
     o_t = e^{G_t} S0^T q_t + sum_{j<=t} e^{G_t-G_j} (k_j.q_t) u_j
     S_a = e^{G_a} S0 + sum_{j<=a} e^{G_a-G_j} k_j u_j^T
+
+In a tree of drafts each token has a parent before it, and j < t becomes "j is an ancestor of t", G_t the sum of g over
+t and its ancestors. The same system, with zeros between branches. No kernel does trees, and the engine drafts chains.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -75,14 +79,20 @@ def chunked(
     return out[:, :tokens], grouped.reshape(state.shape)
 
 
-def window(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> tuple[Array, Array]:
+def window(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, parents: Array | None = None
+) -> tuple[Array, Array]:
     """Verifies a window from the committed state, which it only reads.
 
+    parents [B,C] or [C] int32, of a tree: each token's parent, which comes before it, or -1 for the committed state.
+
     Returns outputs [B,C,K*R,P] and the updates u [B,C,K*R,P]: with keys and decays, all that `fold` needs to commit
-    any prefix of the window.
+    any prefix of the window, or any path of the tree from its root.
     """
     tokens = k.shape[1]
-    part = _prepare(None, *(_pad(x, _next_power_of_two(tokens)) for x in (q, k, v, g, beta)))
+    size = _next_power_of_two(tokens)
+    above = None if parents is None else ancestors(_pad_tree(parents, k.shape[0], size))
+    part = _prepare(None, *(_pad(x, size) for x in (q, k, v, g, beta)), above=above)
     updates, out = _apply(part, _group_state(state, k.shape[2]))
     flat = [x.reshape(*x.shape[:2], v.shape[2], -1)[:, :tokens] for x in (out, updates)]
     return flat[0], flat[1]
@@ -91,10 +101,12 @@ def window(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) ->
 def fold(state: Array, k: Array, updates: Array, g: Array, count: Array) -> Array:
     """Commits the first `count` [B] tokens of a window: S = e^{G_a} S0 + sum_{j<=a} e^{G_a-G_j} k_j u_j^T, a = count-1.
 
-    A count of 0 leaves the state as it is. One read and one write of the state, whatever the window.
+    count [B,C] bool, of a tree: the tokens of one path from its root, as `path` gives them; each adds to the state what
+    is left of it at the path's end. Nothing accepted leaves the state as it is. One read and one write of the state,
+    whatever the window.
     """
     tokens, key_heads = k.shape[1], k.shape[2]
-    kept = jnp.arange(tokens)[None, :, None] < count[:, None, None]
+    kept = count[..., None] if count.ndim == 2 else jnp.arange(tokens)[None, :, None] < count[:, None, None]
     g = jnp.where(kept, g.astype(jnp.float32), 0.0)
     from_here = jnp.cumsum(g[:, ::-1], axis=1)[:, ::-1]
     to_end = jnp.concatenate([from_here[:, 1:], jnp.zeros_like(g[:, :1])], axis=1)
@@ -111,24 +123,49 @@ def fold(state: Array, k: Array, updates: Array, g: Array, count: Array) -> Arra
     return (scaled + added).reshape(state.shape)
 
 
+def ancestors(parents: Array) -> Array:
+    """[B,C,C] bool of parents [B,C] int32: whether token j is above token i, at [b, i, j]."""
+    above = parents[..., None] == jnp.arange(parents.shape[1], dtype=jnp.int32)[None, None]
+    for _ in range(max(parents.shape[1] - 2, 0).bit_length()):  # paths of at most 2, 4, 8 ... steps
+        above = above | (jnp.matmul(above.astype(jnp.float32), above.astype(jnp.float32)) > 0)
+    return above
+
+
+def path(parents: Array, last: Array) -> Array:
+    """[B,C] bool: token `last` [B] int32 and its ancestors, none for -1. parents [B,C] or [C], as of `window`."""
+    parents = _pad_tree(parents, last.shape[0], parents.shape[-1])
+    own = last[:, None] == jnp.arange(parents.shape[1], dtype=jnp.int32)[None]
+    above = jnp.take_along_axis(ancestors(parents), jnp.maximum(last, 0)[:, None, None], axis=1)[:, 0]
+    return own | (above & (last >= 0)[:, None])
+
+
+def _pad_tree(parents: Array, batch: int, size: int) -> Array:
+    """[B,size] int32; what is added is a root, and inert."""
+    known = not isinstance(parents, jax.core.Tracer)
+    if known and (np.asarray(parents) >= np.arange(parents.shape[-1])).any():
+        raise ValueError(f"parents {parents.tolist()}: a token's parent must come before it in the window")
+    padded = jnp.pad(parents, [(0, 0)] * (parents.ndim - 1) + [(0, size - parents.shape[-1])], constant_values=-1)
+    return jnp.broadcast_to(padded.astype(jnp.int32), (batch, size))
+
+
 class Pending(NamedTuple):
-    """A window that was verified: its first `accepted` tokens count and are not yet in the state."""
+    """A window that was verified: its `accepted` tokens count and are not yet in the state."""
 
     keys: Array  # [B,C,K,M]
     updates: Array  # [B,C,K*R,P] float32
     log_decay: Array  # [B,C,K*R]
-    accepted: Array  # [B] int32, 0 to C
+    accepted: Array  # [B] int32, 0 to C: how many; or of a tree [B,C] bool, the `path` of the last
 
 
 def step(
-    state: Array, pending: Pending, q: Array, k: Array, v: Array, g: Array, beta: Array
+    state: Array, pending: Pending, q: Array, k: Array, v: Array, g: Array, beta: Array, parents: Array | None = None
 ) -> tuple[Array, Array, Array]:
     """One cycle: folds the accepted tokens of the last window in, then verifies the next window from there.
 
     Returns outputs and updates of the window [B,W,K*R,P], and the committed state. The two windows may differ in width.
     """
     state = fold(state, *pending)
-    out, updates = window(q, k, v, g, beta, state)
+    out, updates = window(q, k, v, g, beta, state, parents)
     return out, updates, state
 
 
@@ -158,13 +195,15 @@ def _borders(segment_ids: Array, chunks: int, size: int) -> _Borders:
     return _Borders(ids, jnp.concatenate([ids[:, :1, 0], ids[:, :-1, -1]], axis=1))
 
 
-def _prepare(borders: _Borders | None, q: Array, k: Array, v: Array, g: Array, beta: Array) -> _Chunk:
+def _prepare(
+    borders: _Borders | None, q: Array, k: Array, v: Array, g: Array, beta: Array, above: Array | None = None
+) -> _Chunk:
+    """`above` [B,C,C], of a tree: its `ancestors`. Without it a token is below all that come before it."""
     batch, size, key_heads, _ = k.shape
     q, k, v, g, beta = (x.astype(jnp.float32) for x in (q, k, v, g, beta))
     v = v.reshape(batch, size, key_heads, -1, v.shape[-1])
     g, beta = (x.reshape(batch, size, key_heads, -1) for x in (g, beta))
-    decay = jnp.exp(_segment_sums(jnp.moveaxis(g, 1, -1)))
-    from_start = jnp.exp(jnp.cumsum(g, axis=1))
+    decay, from_start = _decays(g) if above is None else _tree_decays(g, above)
     if borders is not None:
         same = borders.ids[:, :, None] == borders.ids[:, None, :]
         decay = jnp.where(same[:, None, None], decay, 0.0)
@@ -175,6 +214,19 @@ def _prepare(borders: _Borders | None, q: Array, k: Array, v: Array, g: Array, b
     own = _einsum("BKRIJ,BJKRP->BIKRP", inverse, beta[..., None] * v)
     read = _einsum("BKRIJ,BJKRM->BIKRM", inverse, (beta * from_start)[..., None] * k[:, :, :, None])
     return _Chunk(q, k, from_start, jnp.moveaxis(decay[..., -1, :], -1, 1), scores, own, read)
+
+
+def _decays(g: Array) -> tuple[Array, Array]:
+    """Of log decays [B,C,K,R]: e^{G_i-G_j} [B,K,R,i,j], 0 where j > i; and e^G [B,C,K,R]."""
+    return jnp.exp(_segment_sums(jnp.moveaxis(g, 1, -1))), jnp.exp(jnp.cumsum(g, axis=1))
+
+
+def _tree_decays(g: Array, above: Array) -> tuple[Array, Array]:
+    """As `_decays`, 0 where j is neither i nor an ancestor of it; each sum is over the tokens between the two."""
+    here = above | jnp.eye(above.shape[1], dtype=bool)[None]
+    below = jnp.where(above[:, None, None], jnp.moveaxis(g, 1, -1)[..., None], 0.0)  # [B,K,R,l,j]: g_l, l below j
+    sums = jnp.where(here[:, None, None], _einsum("BIL,BKRLJ->BKRIJ", here.astype(jnp.float32), below), -jnp.inf)
+    return jnp.exp(sums), jnp.exp(_einsum("BIL,BLKR->BIKR", here.astype(jnp.float32), g))
 
 
 def _segment_sums(g: Array) -> Array:
