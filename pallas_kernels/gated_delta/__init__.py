@@ -6,6 +6,7 @@ without touching the committed state, `fold` to write the accepted ones into it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -84,7 +85,9 @@ def step(
     Returns:
       outputs [B,W,K*R,P], updates [B,W,K*R,P] (the next `pending.updates`) and the committed state, all float32.
     """
-    implementations = {"reference": reference.step, "tpu": _tpu, "gpu": _gpu}
+    implementations: dict[str, Callable[..., tuple[Array, Array, Array]]] = {
+        "reference": reference.step, "tpu": _tpu, "gpu": _gpu,
+    }  # fmt: skip
     args = (state, pending, q, k, v, g, beta)
     return dispatch.call("gated_delta.step", implementation, implementations, *args, default="gpu", parents=parents)
 

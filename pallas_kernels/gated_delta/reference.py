@@ -196,7 +196,7 @@ def _borders(segment_ids: Array, chunks: int, size: int) -> _Borders:
 
 
 def _prepare(
-    borders: _Borders | None, q: Array, k: Array, v: Array, g: Array, beta: Array, above: Array | None = None
+    borders: _Borders | None, q: Array, k: Array, v: Array, g: Array, beta: Array, *, above: Array | None = None
 ) -> _Chunk:
     """`above` [B,C,C], of a tree: its `ancestors`. Without it a token is below all that come before it."""
     batch, size, key_heads, _ = k.shape
