@@ -36,6 +36,7 @@ from eagle3_jax.target import Target
 from infer.cycle import DecodeState, Speculation, prefill, run_cycles
 from infer.engine import EngineConfig, empty_state
 from pallas_kernels import dispatch
+from pallas_kernels.verification import Feature
 
 CYCLES, REPEATS = 16, 5
 SCOPES = ("draft", "delta_rule", "attention", "mlp", "logits", "verify", "target")
@@ -60,6 +61,10 @@ class Case:
         )
 
     @property
+    def asks(self) -> frozenset[Feature]:
+        return frozenset({"temperature", "top_p"}) if self.temperature else frozenset()
+
+    @property
     def engine(self) -> EngineConfig:
         room = self.context + CYCLES * (REPEATS + 3) * (self.num_drafts + 1)
         return EngineConfig(self.batch, room, self.speculation, dtype=jnp.bfloat16)
@@ -73,6 +78,7 @@ class Models:
         model = random_model(Target, target, dtype)
         if quantization is not None:
             quantize_model(model, find_quantization(quantization))
+        model.merge_projections()
         self.parts = [split(model), split(random_model(Eagle3, draft, dtype))]
 
     def leaves(self, case: Case) -> list[list[Array]]:
@@ -101,7 +107,8 @@ class Models:
 
     def compile(self, case: Case, implementation: str | None = None) -> Any:
         def decode(leaves: list[list[Array]], state: DecodeState) -> DecodeState:
-            return run_cycles(*self.join(leaves), state, case.speculation, jnp.int32(CYCLES), jnp.bool_(False))
+            start, limit = self.join(leaves), jnp.int32(CYCLES)
+            return run_cycles(*start, state, case.speculation, limit, jnp.bool_(False), case.asks)
 
         state = jax.eval_shape(lambda: self.state(case))
         with dispatch.using(implementation) if implementation else contextlib.nullcontext():

@@ -89,6 +89,13 @@ class Target(nnx.Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
         self.config = config
 
+    def merge_projections(self) -> Target:
+        """Puts projections of one input side by side, in place, for running on one device; see `layers.merged`."""
+        for _, module in nnx.iter_modules(self):
+            if isinstance(module, (GatedDeltaNet, Attention, MLP)):
+                module.merge()
+        return self
+
     def embed(self, token_ids: Array) -> Array:
         """Token embeddings [B,T,D]."""
         return self.embed_tokens(token_ids)

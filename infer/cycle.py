@@ -143,10 +143,15 @@ def cycle(target: Target, drafter: Eagle3 | None, state: DecodeState, how: Specu
 
 
 def run_cycles(
-    target: Target, drafter: Eagle3 | None, state: DecodeState, how: Speculation, limit: Array, yield_slots: Array
-) -> DecodeState:
-    """Up to `limit` cycles on the device; fewer when no slot is active or, if `yield_slots`, when one finishes."""
+    target: Target, drafter: Eagle3 | None, state: DecodeState, how: Speculation, limit: Array, yield_slots: Array,
+    asks: verification.Asks = None,
+) -> DecodeState:  # fmt: skip
+    """Up to `limit` cycles on the device; fewer when no slot is active or, if `yield_slots`, when one finishes.
+
+    asks: all that any active slot asks of the sampler, if that is known; see `verification.Sampling`.
+    """
     started = jnp.sum(state.active)
+    state = dataclasses.replace(state, sampling=dataclasses.replace(state.sampling, asks=asks))
 
     def going(carry: tuple[Array, DecodeState]) -> Array:
         count, current = carry
@@ -156,7 +161,8 @@ def run_cycles(
     def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         return carry[0] + 1, cycle(target, drafter, carry[1], how)
 
-    return lax.while_loop(going, body, (jnp.int32(0), state))[1]
+    state = lax.while_loop(going, body, (jnp.int32(0), state))[1]
+    return dataclasses.replace(state, sampling=dataclasses.replace(state.sampling, asks=None))
 
 
 def _draft(

@@ -26,8 +26,9 @@ from eagle3_jax.precision import join, matmul_precision, split
 from eagle3_jax.sharding import cache_shardings, laid_out, replicated
 from eagle3_jax.target import Target
 from infer.cycle import MAX_DRAFTS, DecodeState, Speculation, prefill, run_cycles
-from infer.sampling import SamplingState, idle_state
+from infer.sampling import SamplingState, features, idle_state
 from pallas_kernels import dispatch
+from pallas_kernels.verification import Asks, Feature
 
 Weights = tuple[list[Array], ...]
 """Leaves of the target and, if there is one, of the drafter."""
@@ -75,6 +76,7 @@ class _Request:
 class _Slot:
     request_id: Any
     reported: int  # tokens of the sequence that the caller has seen
+    asks: frozenset[Feature]  # of the sampler
 
 
 class Engine:
@@ -103,15 +105,17 @@ class Engine:
             with matmul_precision(dtype), laid_out(mesh, "slots"), dispatch.using(config.kernels):
                 return prefill(*models(weights), state, chunk)
 
-        def decode_step(weights: Weights, state: DecodeState, limit: Array, yield_slots: Array) -> DecodeState:
+        def decode_step(
+            weights: Weights, state: DecodeState, limit: Array, yield_slots: Array, asks: Asks
+        ) -> DecodeState:
             with matmul_precision(dtype), laid_out(mesh, "slots"), dispatch.using(config.kernels):
-                return run_cycles(*models(weights), state, how, limit, yield_slots)
+                return run_cycles(*models(weights), state, how, limit, yield_slots, asks)
 
         empty = partial(empty_state, self._target_config, self._draft_config, config)
         layout: dict[str, Any] = {} if mesh is None else {"out_shardings": state_shardings(jax.eval_shape(empty), mesh)}
         self._state: DecodeState = jax.jit(empty, **layout)()
         self._prefill = jax.jit(prefill_step, donate_argnums=1, static_argnums=2, **layout)
-        self._decode = jax.jit(decode_step, donate_argnums=1, **layout)
+        self._decode = jax.jit(decode_step, donate_argnums=1, static_argnums=4, **layout)
         self._admit = jax.jit(_admit, donate_argnums=0, **layout)
         self._silence = jax.jit(_silence, donate_argnums=0, **layout)
         self._waiting: collections.deque[_Request] = collections.deque()
@@ -168,7 +172,8 @@ class Engine:
         if self._admit_waiting():
             return self._collect()
         limit = np.int32(self.config.cycles_per_sync)
-        self._state = self._decode(self._leaves, self._state, limit, np.bool_(bool(self._waiting)))
+        asks: frozenset[Feature] = frozenset().union(*(slot.asks for slot in self._slots if slot is not None))
+        self._state = self._decode(self._leaves, self._state, limit, np.bool_(bool(self._waiting)), asks)
         return self._collect()
 
     def _admit_waiting(self) -> bool:
@@ -179,7 +184,8 @@ class Engine:
             return False
         batch = {i: self._waiting.popleft() for i in free[: len(self._waiting)]}
         for i, request in batch.items():
-            self._slots[i] = _Slot(request.request_id, len(request.token_ids))
+            asks = features(request.sampling, len(request.token_ids))
+            self._slots[i] = _Slot(request.request_id, len(request.token_ids), asks)
         self._state = self._admit(self._state, *_rows(batch, self.config, self._state.tokens.shape))
         for chunk in self.prefill_chunks(max(len(request.token_ids) for request in batch.values())):
             self._state = self._prefill(self._leaves, self._state, chunk)

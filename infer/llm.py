@@ -104,6 +104,8 @@ class LLM:
         for note in (target.skipped, *target.notes):
             _say(note)
         drafter = _load_head(drafting, target.model, mesh) if drafting.model is not None else None
+        if mesh is None:
+            target.model.merge_projections()
         self._start(target.model, drafter, drafting, options, mesh)
         self._describe(tokenizer, target.stop_ids, target.generation_config)
 

@@ -24,7 +24,7 @@ from eagle3_jax.planning.shapes import (
     shortened,
 )
 from eagle3_jax.precision import matmul_precision
-from eagle3_jax.sharding import laid_out, replicated, slots_over_tensor
+from eagle3_jax.sharding import laid_out, replicated
 from infer.cycle import DecodeState, Speculation, run_cycles
 from infer.engine import EngineConfig, empty_state, state_shardings
 
@@ -152,17 +152,18 @@ def _temporaries(job: Job, shape: MeshShape, weights: Weights, tokens: int) -> f
 
 
 def _moved(job: Job, shape: MeshShape, tokens: int) -> float:
-    """Two sums a layer over the devices that share its matrices, one more over experts; the head's likewise.
-
-    Where caches are spread by slots over the tensor axis, XLA does so with the rows of experts too, and gathers them
-    again: about six times a layer, as found in compiled programs.
-    """
+    """Two sums a layer over the devices that share its matrices, those of experts in float32; the head's likewise."""
     c = job.target
-    item = jnp.dtype(job.dtype).itemsize
-    shared = shape.tensor * shape.fsdp
-    ring = 2 * (shared - 1) / shared * item
-    experts = 2 * (shape.expert - 1) / shape.expert * 4 * sum(c.moe_layers)
-    if slots_over_tensor(c.num_kv_heads, job.batch, abstract_mesh(shape)):
-        experts += 6 * c.num_experts_per_tok * 4 * sum(c.moe_layers) * (shape.tensor - 1) / shape.tensor
+    item, mixtures = jnp.dtype(job.dtype).itemsize, sum(c.moe_layers)
+    ring = _ring(shape.tensor * shape.fsdp) * item
+    dense = 2 * c.num_layers - (0 if c.shared_expert_intermediate_size else mixtures)
+    experts = _ring(shape.expert * shape.tensor) * 4 * mixtures
+    # What fsdp cuts in generation is not gathered: inner products are summed, of every expert of a token.
+    inner = _ring(shape.fsdp) * 4 * mixtures * 2 * c.num_experts_per_tok * c.moe_intermediate_size / shape.tensor
     head = 0 if job.draft is None else 3 * job.steps * job.draft.num_layers * job.draft.hidden_size
-    return tokens * c.hidden_size * (2 * c.num_layers * ring + experts) + tokens // max(job.steps, 1) * head * ring
+    return tokens * (c.hidden_size * (dense * ring + experts) + inner) + tokens // max(job.steps, 1) * head * ring
+
+
+def _ring(devices: int) -> float:
+    """Of a sum's bytes, how many times over a device passes them on."""
+    return 2 * (devices - 1) / devices

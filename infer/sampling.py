@@ -14,7 +14,7 @@ sequence, of the token that a row of logits predicts (the first token after a pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal
 
@@ -49,7 +49,8 @@ class SamplingState:
 
     temperature [B] float32, 0 = greedy; top_p [B] float32, 1 = off; top_k [B] int32, 0 or less = off;
     min_p [B] float32, 0 = off; min_length [B] int32, the first position at which a stop id may be sampled;
-    stop_ids [B, n] int32 padded with -1; key [B, 2] uint32, the data of each request's threefry key.
+    stop_ids [B, n] int32 padded with -1; key [B, 2] uint32, the data of each request's threefry key. `asks`: see
+    `verification.Sampling`; it is set inside a compiled program alone.
     """
 
     temperature: Array
@@ -59,6 +60,7 @@ class SamplingState:
     min_length: Array
     stop_ids: Array
     key: Array
+    asks: verification.Asks = field(default=None, metadata={"static": True})
 
     @property
     def sampled(self) -> Array:
@@ -69,7 +71,7 @@ class SamplingState:
         """The same for the tokens at `positions` [B, W]."""
         no_stop = positions < self.min_length[:, None]
         rows = self.temperature, self.min_p, self.top_k, self.top_p, self.stop_ids
-        return verification.Sampling(*rows, no_stop)
+        return verification.Sampling(*rows, no_stop, self.asks)
 
 
 def idle_state(batch: int) -> SamplingState:
@@ -106,6 +108,19 @@ def request_state(
         "key": np.asarray(key, np.uint32)[None],
     }
     return SamplingState(**row)
+
+
+def features(row: SamplingState, prompt_length: int) -> frozenset[verification.Feature]:
+    """What one request, a row of numpy arrays from `request_state`, asks of the sampler."""
+    drawn = bool(row.temperature[0] > 0)
+    asked: dict[verification.Feature, bool] = {
+        "temperature": drawn,
+        "min_p": drawn and bool(row.min_p[0] > 0),
+        "top_k": drawn and bool(row.top_k[0] > 0),
+        "top_p": drawn and bool(row.top_p[0] < 1),
+        "min_tokens": bool(row.min_length[0] > prompt_length),
+    }
+    return frozenset(name for name, asks in asked.items() if asks)
 
 
 def resolve_stop_ids(params: SamplingParams, model_stop_ids: Sequence[int]) -> list[int]:

@@ -4,7 +4,8 @@ Three rules, chosen by `rejection_sample_method`:
   coupled    drafts are compared with the target's own samples (greedy or seeded): the text is that of plain
              sampling, token for token (Daliri, Musco and Suresh 2024, "Coupling without communication"); it is
              `pallas_kernels.verification.verify`
-  standard   min(1, p/q) with a residual draw: the text has the right distribution (Leviathan et al. 2022)
+  standard   min(1, p/q) with a residual draw: the text has the right distribution (Leviathan et al. 2022); it is
+             `pallas_kernels.verification.verify_standard`
   synthetic  a fixed acceptance length, whatever the drafts: for benchmarks; the text means nothing
 
 Letters: B batch, K drafts, W = K + 1 window, V vocabulary, U draft vocabulary.
@@ -14,12 +15,12 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from eagle3_jax.errors import UserError
-from infer.sampling import Purpose, SamplingState, gumbel_noise, uniform_open
+from infer.sampling import Purpose, SamplingState, position_keys, uniform_open
+from pallas_kernels import verification
 
 
 class Reason(IntEnum):
@@ -41,14 +42,17 @@ def verify_standard(
     probability 0 never passes. The first rejection is replaced by a draw from max(p - q, 0), with noise independent
     of u; when all are accepted the last row's p is drawn from. Greedy rows compare with the argmax.
     """
-    greedy = jnp.argmax(processed, axis=-1).astype(jnp.int32)
-    log_ratio = _log_p(processed, drafts) - _log_q(q, d2t, drafts)
-    passed = jnp.log(uniform_open(params, positions[:, :-1])) < log_ratio  # NaN (0/0) compares false
-    passed = jnp.where(params.sampled[:, None], passed, greedy[:, :-1] == drafts)
-    accepted = _leading(passed & (drafts >= 0))
-    drawn = _residual_sample(processed, q, d2t, drafts, accepted, params, positions)
-    final = jnp.where(params.sampled, drawn, jnp.take_along_axis(greedy, accepted[:, None], 1)[:, 0])
-    return _splice(drafts, final, accepted), accepted
+    uniform = uniform_open(params, positions[:, :-1])
+    keys = position_keys(params, positions, Purpose.RESIDUAL)
+    return verification.verify_standard(processed, drafts, q, d2t, uniform, keys, _processed_already(params, positions))
+
+
+def _processed_already(params: SamplingState, positions: Array) -> verification.Sampling:
+    """The same rows, of which nothing is asked that `process_logits` has done."""
+    off = jnp.zeros_like(params.temperature)
+    heat, top_k = params.sampled.astype(jnp.float32), jnp.zeros_like(params.top_k)
+    no_stop = jnp.zeros(positions.shape, jnp.bool_)
+    return verification.Sampling(heat, off, top_k, off + 1, params.stop_ids, no_stop)
 
 
 def verify_synthetic(
@@ -111,33 +115,3 @@ def _splice(drafts: Array, final: Array, accepted: Array) -> Array:
     padded = jnp.pad(drafts, ((0, 0), (0, 1)))
     is_accepted = jnp.arange(window)[None, :] < accepted[:, None]
     return jnp.where(is_accepted, padded, final[:, None]).astype(jnp.int32)
-
-
-def _log_p(processed: Array, drafts: Array) -> Array:
-    """[B, K]: the target's log probability of each draft (of token 0 where there is none)."""
-    rows = processed[:, :-1]
-    chosen = jnp.take_along_axis(rows, jnp.maximum(drafts, 0)[:, :, None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(rows, axis=-1)
-
-
-def _log_q(q: Array, d2t: Array, drafts: Array) -> Array:
-    """[B, K]: the drafter's log probability of each draft, looked up by target id."""
-    return jnp.log(jnp.where(d2t[None, None, :] == drafts[:, :, None], q, 0.0).sum(-1))
-
-
-def _residual_sample(
-    processed: Array, q: Array, d2t: Array, drafts: Array, accepted: Array, params: SamplingState, positions: Array
-) -> Array:
-    """[B] tokens drawn at row `accepted`: from max(p - q, 0), or from p where nothing was drafted or is left."""
-    vocab_size = processed.shape[-1]
-    row_logits = jnp.take_along_axis(processed, accepted[:, None, None], axis=1)[:, 0]
-    p = jax.nn.softmax(row_logits, axis=-1)
-    # A row K of zeros: the bonus, and a draft of -1, leave p as it is.
-    q = jnp.where(drafts[:, :, None] >= 0, q, 0.0)
-    q_row = jnp.take_along_axis(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), accepted[:, None, None], axis=1)[:, 0]
-    q_full = jnp.zeros((q.shape[0], vocab_size), q.dtype).at[:, d2t].set(q_row)
-    residual = jnp.maximum(p - q_full, 0.0)
-    empty = ~(residual > 0).any(-1, keepdims=True)
-    log_residual = jnp.where(empty, row_logits, jnp.log(residual))
-    noise = gumbel_noise(params, jnp.take_along_axis(positions, accepted[:, None], 1), vocab_size, Purpose.RESIDUAL)
-    return jnp.argmax(log_residual + noise[:, 0], axis=-1).astype(jnp.int32)

@@ -12,6 +12,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from eagle3_jax.layers.linear import Linear
+from eagle3_jax.layers.merged import MergedLinear, merge, project
 from eagle3_jax.layers.norm import RMSNorm
 from eagle3_jax.layers.rope import rotate
 from eagle3_jax.sharding import pin_rows
@@ -43,14 +44,20 @@ class Attention(nnx.Module):
     def __init__(self, shape: AttentionShape, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         s = shape
         q_out = s.num_heads * s.head_dim * (2 if s.output_gate else 1)
-        self.q_proj = Linear(s.d_in, q_out, bias=s.bias, dtype=dtype, rngs=rngs)
-        self.k_proj = Linear(s.d_in, s.num_kv_heads * s.head_dim, bias=s.bias, dtype=dtype, rngs=rngs)
-        self.v_proj = Linear(s.d_in, s.num_kv_heads * s.head_dim, bias=s.bias, dtype=dtype, rngs=rngs)
+        kv_out = s.num_kv_heads * s.head_dim
+        self.q_proj: Linear | None = Linear(s.d_in, q_out, bias=s.bias, dtype=dtype, rngs=rngs)
+        self.k_proj: Linear | None = Linear(s.d_in, kv_out, bias=s.bias, dtype=dtype, rngs=rngs)
+        self.v_proj: Linear | None = Linear(s.d_in, kv_out, bias=s.bias, dtype=dtype, rngs=rngs)
+        self.qkv_proj: MergedLinear | None = None
         self.o_proj = Linear(s.num_heads * s.head_dim, s.d_out, bias=s.out_bias, dtype=dtype, rngs=rngs)
         norm = partial(RMSNorm, s.head_dim, s.norm_eps, zero_centered=s.zero_centered_norm, dtype=dtype)
         self.q_norm = norm() if s.qk_norm else None
         self.k_norm = norm() if s.qk_norm else None
         self.shape = shape
+
+    def merge(self) -> None:
+        """One product for queries (with their gate), keys and values, see `eagle3_jax.layers.merged`."""
+        merge(self, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
 
     def __call__(self, x: Array, cos_sin: tuple[Array, Array], attend: Attend) -> Array:
         q, k, v, gate = self._project(pin_rows(x))
@@ -62,7 +69,7 @@ class Attention(nnx.Module):
 
     def _project(self, x: Array) -> tuple[Array, Array, Array, Array | None]:
         width, gate = self.shape.head_dim, None
-        q, k, v = (p(x) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = project(x, self.qkv_proj, self.q_proj, self.k_proj, self.v_proj)
         if self.shape.output_gate:
             paired = q.reshape(*x.shape[:2], -1, 2 * width)
             q, gate = paired[..., :width], paired[..., width:].reshape(*x.shape[:2], -1)

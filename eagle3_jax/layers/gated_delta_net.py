@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from eagle3_jax.cache import DeltaState
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.layers.linear import Linear
+from eagle3_jax.layers.merged import MergedLinear, merge, project
 from eagle3_jax.layers.norm import GatedRMSNorm, l2_normed
 from pallas_kernels import gated_delta
 from pallas_kernels.causal_conv import causal_conv
@@ -38,15 +39,25 @@ class DeltaInputs(NamedTuple):
     beta: Array
 
 
+class Projections(NamedTuple):
+    """Of a layer's input [B,T,D], in its dtype: qkv [B,T,channels], z [B,T,Hv*dv], b and a [B,T,Hv]."""
+
+    qkv: Array
+    z: Array
+    b: Array
+    a: Array
+
+
 class GatedDeltaNet(nnx.Module):
     """Three passes over one set of weights: `__call__` (a whole sequence), `prefill` and `window` (from a cache)."""
 
     def __init__(self, config: TargetConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         hidden, heads = config.hidden_size, config.linear_num_value_heads
-        self.in_proj_qkv = Linear(hidden, config.linear_conv_dim, dtype=dtype, rngs=rngs)
-        self.in_proj_z = Linear(hidden, config.linear_value_dim, dtype=dtype, rngs=rngs)
-        self.in_proj_b = Linear(hidden, heads, dtype=dtype, rngs=rngs)
-        self.in_proj_a = Linear(hidden, heads, dtype=dtype, rngs=rngs)
+        self.in_proj_qkv: Linear | None = Linear(hidden, config.linear_conv_dim, dtype=dtype, rngs=rngs)
+        self.in_proj_z: Linear | None = Linear(hidden, config.linear_value_dim, dtype=dtype, rngs=rngs)
+        self.in_proj_b: Linear | None = Linear(hidden, heads, dtype=dtype, rngs=rngs)
+        self.in_proj_a: Linear | None = Linear(hidden, heads, dtype=dtype, rngs=rngs)
+        self.in_proj: MergedLinear | None = None
         self.conv1d = ShortConv(config.linear_conv_kernel_dim, config.linear_conv_dim, dtype=dtype, rngs=rngs)
         # The decay's parameters stay float32 in every dtype: exp(A_log) multiplies a sum over the whole context.
         self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (heads,), minval=0.01, maxval=16.0)))
@@ -55,51 +66,60 @@ class GatedDeltaNet(nnx.Module):
         self.out_proj = Linear(config.linear_value_dim, hidden, dtype=dtype, rngs=rngs)
         self.config = config
 
+    def merge(self) -> None:
+        """One product for the four projections of the input, see `eagle3_jax.layers.merged`."""
+        merge(self, "in_proj", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
+
     def __call__(self, x: Array, valid: Array | None = None, segment_ids: Array | None = None) -> Array:
         """x [B,T,D] from an empty state. `valid` [B,T] is False on right padding; `segment_ids` [B,T] start anew."""
-        qkv = self.in_proj_qkv(x)
-        tail = jnp.zeros((x.shape[0], self.config.linear_conv_kernel_dim - 1, qkv.shape[-1]), qkv.dtype)
-        mixed = self._inputs(x, self.conv1d(jnp.concatenate([tail, qkv], axis=1), segment_ids), valid)
+        p = self._project(x)
+        tail = jnp.zeros((x.shape[0], self.config.linear_conv_kernel_dim - 1, p.qkv.shape[-1]), p.qkv.dtype)
+        mixed = self._inputs(p, self.conv1d(jnp.concatenate([tail, p.qkv], axis=1), segment_ids), valid)
         out, _ = gated_delta.chunked(*mixed, self._zero_state(x.shape[0]), segment_ids=segment_ids)
-        return self._finish(x, out)
+        return self._finish(p, out)
 
     def prefill(
         self, x: Array, valid: Array, num_valid: Array, pending: Array, past: DeltaState
     ) -> tuple[Array, DeltaState]:
         """A chunk of prompt: commits what was pending, then the chunk's first `num_valid` [B] tokens."""
-        history, mixed = self._begin(x, valid, pending, past)
+        p = self._project(x)
+        history, mixed = self._begin(p, valid, pending, past)
         state = gated_delta.fold(past.state, *_pending(past, pending))
         out, state = gated_delta.chunked(*mixed, state)
         tail = _rows(history, num_valid, self.config.linear_conv_kernel_dim - 1)
         inputs = jnp.pad(tail, [(0, 0), (0, past.inputs.shape[1] - tail.shape[1]), (0, 0)])
-        return self._finish(x, out), past.replace(state=state, inputs=inputs)
+        return self._finish(p, out), past.replace(state=state, inputs=inputs)
 
     def window(self, x: Array, valid: Array, pending: Array, past: DeltaState) -> tuple[Array, DeltaState]:
         """Tokens that verification has yet to accept: folds in what was pending, leaves the window itself pending."""
-        history, mixed = self._begin(x, valid, pending, past)
+        p = self._project(x)
+        history, mixed = self._begin(p, valid, pending, past)
         out, updates, state = gated_delta.step(past.state, _pending(past, pending), *mixed)
-        return self._finish(x, out), DeltaState(state, mixed.k, updates, mixed.g, history)
+        return self._finish(p, out), DeltaState(state, mixed.k, updates, mixed.g, history)
 
-    def _begin(self, x: Array, valid: Array, pending: Array, past: DeltaState) -> tuple[Array, DeltaInputs]:
+    def _project(self, x: Array) -> Projections:
+        maps = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
+        return Projections(*project(x, self.in_proj, *maps))
+
+    def _begin(self, p: Projections, valid: Array, pending: Array, past: DeltaState) -> tuple[Array, DeltaInputs]:
         tail = _rows(past.inputs, pending, self.config.linear_conv_kernel_dim - 1)
-        history = jnp.concatenate([tail, self.in_proj_qkv(x)], axis=1)
-        return history, self._inputs(x, self.conv1d(history), valid)
+        history = jnp.concatenate([tail, p.qkv], axis=1)
+        return history, self._inputs(p, self.conv1d(history), valid)
 
-    def _inputs(self, x: Array, qkv: Array, valid: Array | None) -> DeltaInputs:
+    def _inputs(self, p: Projections, qkv: Array, valid: Array | None) -> DeltaInputs:
         c = self.config
         q, k, v = jnp.split(qkv, [c.linear_key_dim, 2 * c.linear_key_dim], axis=-1)
         q, k = (l2_normed(y.reshape(*y.shape[:2], c.linear_num_key_heads, c.linear_key_head_dim)) for y in (q, k))
         v = v.reshape(*v.shape[:2], c.linear_num_value_heads, c.linear_value_head_dim).astype(jnp.float32)
-        rate = jax.nn.softplus(self.in_proj_a(x).astype(jnp.float32) + self.dt_bias[...].reshape(1, 1, -1))
+        rate = jax.nn.softplus(p.a.astype(jnp.float32) + self.dt_bias[...].reshape(1, 1, -1))
         g = -jnp.exp(self.A_log[...]).reshape(1, 1, -1) * rate
-        beta = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
+        beta = jax.nn.sigmoid(p.b.astype(jnp.float32))
         if valid is not None:
             g, beta = (jnp.where(valid[..., None], y, 0.0) for y in (g, beta))
         return DeltaInputs(q * c.linear_key_head_dim**-0.5, k, v, g, beta)
 
-    def _finish(self, x: Array, out: Array) -> Array:
-        z = self.in_proj_z(x).reshape(out.shape)
-        return self.out_proj(self.norm(out, z).reshape(*x.shape[:2], -1))
+    def _finish(self, p: Projections, out: Array) -> Array:
+        return self.out_proj(self.norm(out, p.z.reshape(out.shape)).reshape(*out.shape[:2], -1))
 
     def _zero_state(self, batch: int) -> Array:
         c = self.config

@@ -15,6 +15,8 @@ from jax import Array
 from pallas_kernels import dispatch
 from pallas_kernels.verification import reference
 from pallas_kernels.verification.reference import (
+    Asks,
+    Feature,
     Sampling,
     mask_stops,
     noise,
@@ -26,7 +28,7 @@ from pallas_kernels.verification.reference import (
 from pallas_kernels.verification.standard import verify_standard
 
 __all__ = [
-    "Sampling", "mask_stops", "noise", "noise_of", "position_keys", "process", "token_noise", "verify",
+    "Asks", "Feature", "Sampling", "mask_stops", "noise", "noise_of", "position_keys", "process", "token_noise", "verify",
     "verify_standard",
 ]  # fmt: skip
 

@@ -1,12 +1,15 @@
 """Plain jnp form of verification: process the logits, add the position's noise, take the argmax, count the accepted.
 
 Letters: B batch, K drafts, W = K + 1 window, V vocabulary. Filters are thresholds found by bisection over the bits of a
-float; nothing is sorted. What no row of the batch asks for is skipped.
+float; nothing is sorted. What no row of the batch asks for is skipped: on the device, or, where it is known beforehand
+(`Sampling.asks`), by leaving it out of the program. On a GPU each choice on the device waits for the host.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +19,19 @@ from pallas_kernels.verification import threefry
 from pallas_kernels.verification.thresholds import keep_min_p, keep_top_k, keep_top_p
 
 
-class Sampling(NamedTuple):
+Result = TypeVar("Result")
+Feature = Literal["temperature", "min_p", "top_k", "top_p", "min_tokens"]
+Asks = frozenset[Feature] | None
+FILTERS: tuple[Feature, ...] = ("min_p", "top_k", "top_p")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampling:
     """How each of the B rows of a batch samples. Greedy rows (temperature 0) ignore the filters and draw nothing.
 
-    `no_stop` says where a stop id may not be sampled (yet).
+    `no_stop` says where a stop id may not be sampled (yet). `asks`, part of the compiled program, names all that any row
+    asks for; None where that is not known, and then the device decides. The result is the same.
     """
 
     temperature: Array  # [B] float32
@@ -28,6 +40,7 @@ class Sampling(NamedTuple):
     top_p: Array  # [B] float32, 1 = off
     stop_ids: Array  # [B,n] int32, padded with -1
     no_stop: Array  # [B,W] bool
+    asks: Asks = field(default=None, metadata={"static": True})
 
     @property
     def sampled(self) -> Array:
@@ -67,7 +80,17 @@ def noise_of(keys: Array, sampling: Sampling, token_ids: Array) -> Array:
         return jnp.where(sampling.sampled[:, None, None], drawn, 0.0)
 
     nothing = lambda: jnp.zeros((*keys.shape[:2], token_ids.shape[0]), jnp.float32)
-    return lax.cond(sampling.sampled.any(), draw, nothing)
+    return _if_asked(sampling, "temperature", sampling.sampled, draw, nothing)
+
+
+def _if_asked(
+    sampling: Sampling, feature: Feature, rows: Array, do: Callable[..., Result], leave: Callable[..., Result],
+    *args: Array,
+) -> Result:  # fmt: skip
+    """`do` if any of the rows asks for a feature, else `leave`."""
+    if sampling.asks is None:
+        return lax.cond(rows.any(), do, leave, *args)
+    return do(*args) if feature in sampling.asks else leave(*args)
 
 
 def token_noise(keys: Array, token_ids: Array) -> Array:
@@ -81,7 +104,8 @@ def process(logits: Array, sampling: Sampling, token_ids: Array | None = None) -
     token_ids [V]: the token that each column stands for, when the columns are not the vocabulary itself.
     """
     logits = mask_stops(logits, sampling, token_ids)
-    return lax.cond(sampling.sampled.any(), _scale_and_filter, lambda x, _: x, logits, sampling)
+    scaled = lambda x: _scale_and_filter(x, sampling)
+    return _if_asked(sampling, "temperature", sampling.sampled, scaled, lambda x: x, logits)
 
 
 def mask_stops(logits: Array, sampling: Sampling, token_ids: Array | None = None) -> Array:
@@ -92,14 +116,15 @@ def mask_stops(logits: Array, sampling: Sampling, token_ids: Array | None = None
         is_stop = (ids[None, :, None] == sampling.stop_ids[:, None, :]).any(-1)
         return jnp.where(sampling.no_stop[:, :, None] & is_stop[:, None, :], -jnp.inf, x)
 
-    return lax.cond(sampling.no_stop.any(), mask, lambda x: x, logits.astype(jnp.float32))
+    logits = logits.astype(jnp.float32)
+    return _if_asked(sampling, "min_tokens", sampling.no_stop, mask, lambda x: x, logits)
 
 
 def _scale_and_filter(logits: Array, sampling: Sampling) -> Array:
     logits = logits / jnp.where(sampling.sampled, sampling.temperature, 1.0)[:, None, None]
-    for value, keep in zip(sampling.filters, (keep_min_p, keep_top_k, keep_top_p), strict=True):
+    for name, value, keep in zip(FILTERS, sampling.filters, (keep_min_p, keep_top_k, keep_top_p), strict=True):
         masked = lambda x, value, keep=keep: jnp.where(keep(x, value), x, -jnp.inf)
-        logits = lax.cond((value > 0).any(), masked, lambda x, _: x, logits, value[:, None])
+        logits = _if_asked(sampling, name, value > 0, masked, lambda x, _: x, logits, value[:, None])
     return logits
 
 

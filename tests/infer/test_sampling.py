@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -132,6 +133,30 @@ def test_greedy_batches_pay_nothing() -> None:
         names = {str(equation.primitive) for equation in jax.make_jaxpr(function)(state).jaxpr.eqns}
         assert "cond" in names
         assert not names & {"while", "scan", "exp", "random_bits", "threefry2x32", "sort", "top_k", "div"}, names
+
+
+@pytest.mark.parametrize(
+    ("params", "asked"),
+    [
+        ({"temperature": 0.0, "top_p": 0.6}, set()),
+        ({"temperature": 0.7}, {"temperature"}),
+        ({"top_p": 0.6}, {"temperature", "top_p"}),
+        ({"min_tokens": 20}, {"temperature", "min_tokens"}),
+    ],
+)
+def test_what_is_asked_can_be_told_beforehand(params: dict[str, Any], asked: set[str]) -> None:
+    """Then nothing is left for the device to decide, and the tokens are the same."""
+    state = state_of(SamplingParams(**params), stop_ids=(2, 3))
+    asks = sampling.features(jax.tree.map(np.asarray, state), prompt_length=0)
+    assert asks == asked
+
+    def tokens(state: Any) -> jax.Array:
+        processed = process_logits(jnp.asarray(LOGITS), state, positions())
+        return sample(processed, gumbel_noise(state, positions(), VOCAB))
+
+    told = dataclasses.replace(state, asks=asks)
+    assert np.array_equal(tokens(told), tokens(state))
+    assert "cond" in str(jax.make_jaxpr(tokens)(state)) and "cond" not in str(jax.make_jaxpr(tokens)(told))
 
 
 def test_no_sort_anywhere() -> None:
@@ -320,8 +345,7 @@ def test_probabilistic_drafts_are_independent_of_the_targets_noise() -> None:
     logits = jnp.zeros((400, VOCAB))
     at = jnp.full(400, 10)
     draws = [
-        draft_sample(logits, jnp.arange(VOCAB), state, at, method=method)[0]
-        for method in ("coupled", "probabilistic")
+        draft_sample(logits, jnp.arange(VOCAB), state, at, method=method)[0] for method in ("coupled", "probabilistic")
     ]
     assert (draws[0] == draws[1]).mean() < 0.08  # chance: 1/37
 
