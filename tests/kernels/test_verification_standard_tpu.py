@@ -36,16 +36,22 @@ def drafted(x: Rows, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jnp.asarray(drafts, jnp.int32), jnp.asarray(q, jnp.float32), jnp.asarray(d2t, jnp.int32)
 
 
-@pytest.mark.parametrize("kind", ["mixed", "ties"])
-def test_as_the_engine(kind: str) -> None:
-    x = rows(*SHAPES[kind], **KINDS[kind])
+@jax.jit
+def both(x: Rows, drafts: jax.Array, q: jax.Array, d2t: jax.Array) -> Any:
+    """From processed logits, as the engine calls it, and from raw ones."""
     uniform = engine.uniform_open(x.state, x.positions[:, :-1])
     keys = position_keys(x.state.key, x.positions, int(engine.Purpose.RESIDUAL))
+    processed = engine.process_logits(x.logits, x.state, x.positions)
+    want = engine_verify.verify_standard(processed, drafts, q, d2t, x.state, x.positions)
+    return want, verify_standard(x.logits, drafts, q, d2t, uniform, keys, x.sampling)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "ties"])
+def test_the_same_from_raw_logits_as_from_processed_ones(kind: str) -> None:
+    x = rows(*SHAPES[kind], **KINDS[kind])
     for seed in range(3):
         drafts, q, d2t = drafted(x, seed)
-        processed = engine.process_logits(x.logits, x.state, x.positions)
-        want, count = engine_verify.verify_standard(processed, drafts, q, d2t, x.state, x.positions)
-        got, accepted = jax.jit(verify_standard)(x.logits, drafts, q, d2t, uniform, keys, x.sampling)
+        (want, count), (got, accepted) = both(x, drafts, q, d2t)
         assert np.array_equal(accepted, count)
         means = np.arange(want.shape[1])[None] <= np.asarray(count)[:, None]
         assert np.array_equal(np.where(means, got, 0), np.where(means, want, 0))
