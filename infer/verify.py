@@ -52,7 +52,7 @@ def _processed_already(params: SamplingState, positions: Array) -> verification.
     off = jnp.zeros_like(params.temperature)
     heat, top_k = params.sampled.astype(jnp.float32), jnp.zeros_like(params.top_k)
     no_stop = jnp.zeros(positions.shape, jnp.bool_)
-    return verification.Sampling(heat, off, top_k, off + 1, params.stop_ids, no_stop)
+    return verification.Sampling(heat, off, top_k, off + 1, params.stop_ids, no_stop, asks=frozenset())
 
 
 def verify_synthetic(

@@ -11,7 +11,7 @@ from jax import Array
 
 from benchmarks.cases.case import OURS, Case, Draw, Grid, Sizes, implementations
 from pallas_kernels import verification
-from pallas_kernels.verification import Sampling
+from pallas_kernels.verification import Asks, Sampling
 
 WINDOW, STOP_IDS = 4, 16
 SAMPLED = "temperature 0.8, top_p 0.95"
@@ -60,7 +60,9 @@ def _window(draw: Draw, s: Sizes, batch: int) -> tuple[Array, Array, Array]:
 
 
 def _sampling(batch: int, sampled: bool) -> Sampling:
+    """As the engine runs it: what the rows ask for is known when the program is made."""
     row = lambda x: jnp.full((batch,), x, jnp.float32)
     stop_ids, no_stop = jnp.full((batch, STOP_IDS), -1, jnp.int32), jnp.zeros((batch, WINDOW), jnp.bool_)
     heat, top_p = (0.8, 0.95) if sampled else (0.0, 1.0)
-    return Sampling(row(heat), row(0.0), jnp.zeros(batch, jnp.int32), row(top_p), stop_ids, no_stop)
+    asks: Asks = frozenset(("temperature", "top_p") if sampled else ())
+    return Sampling(row(heat), row(0.0), jnp.zeros(batch, jnp.int32), row(top_p), stop_ids, no_stop, asks)
