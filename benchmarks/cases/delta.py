@@ -16,6 +16,8 @@ from pallas_kernels import causal_conv, gated_delta
 def cases(s: Sizes, g: Grid) -> Iterator[Case]:
     if s.key_heads:
         yield from (step(s, batch, window) for batch in g.state_batches for window in g.windows)
+        ends = g.state_batches[0], g.state_batches[-1]
+        yield from (inputs(s, batch, window) for batch in ends for window in g.windows)
         yield chunked(s, g.rows, g.length)
         yield chunked(s, 1, g.prompt)
         yield convolution(s, g.state_batches[-1], g.windows[-1])
@@ -35,6 +37,32 @@ def step(s: Sizes, batch: int, window: int) -> Case:
     ways = implementations(gated_delta.step, "reference", KERNEL)
     exact, floor = gated_delta.reference.step, lambda state, *_: state * 0.999
     return Case("gated_delta.step", f"B {batch}, W {window}", make, ways, exact, floor, in_place=True, bytes=size)
+
+
+def inputs(s: Sizes, batch: int, window: int) -> Case:
+    """What lies between the projections and `step`."""
+    channels = _channels(s)
+
+    def make(key: Array) -> tuple[Any, ...]:
+        draw = Draw(key)
+        past, qkv = draw.half(batch, s.taps - 1 + window, channels), draw.half(batch, window, channels)
+        start, valid = 1 + jnp.arange(batch, dtype=jnp.int32) % window, jnp.ones((batch, window), jnp.bool_)
+        a, b = (draw.half(batch, window, s.value_heads) for _ in range(2))
+        gates = gated_delta.Gates(a, b, draw.uniform(s.value_heads), draw.uniform(s.value_heads))
+        return past, start, qkv, gates, valid, draw.half(s.taps, channels)
+
+    def run(*args: Any, implementation: str) -> Any:
+        sizes: dict[str, Any] = {"key_heads": s.key_heads, "key_width": s.key_width}
+        return gated_delta.inputs(*args, **sizes, implementation=implementation)[::-1]
+
+    ways = implementations(run, "reference", KERNEL)
+    size = 4 * batch * ((s.taps - 1 + window) * channels + window * (channels + 3 * s.value_heads))
+    exact, shape = ways["reference"].run, f"B {batch}, W {window}"
+    return Case("gated_delta.inputs", shape, make, ways, exact, in_place=True, bytes=size)
+
+
+def _channels(s: Sizes) -> int:
+    return 2 * s.key_heads * s.key_width + s.value_heads * s.value_width
 
 
 def chunked(s: Sizes, batch: int, tokens: int) -> Case:
@@ -60,7 +88,7 @@ def _inputs(draw: Draw, s: Sizes, batch: int, tokens: int) -> tuple[Array, ...]:
 
 
 def convolution(s: Sizes, batch: int, tokens: int) -> Case:
-    channels = 2 * s.key_heads * s.key_width + s.value_heads * s.value_width
+    channels = _channels(s)
 
     def make(key: Array) -> tuple[Any, ...]:
         draw = Draw(key)

@@ -2,21 +2,24 @@
 
 One recurrence, three uses: `chunked` for prefill and training, `window` for the few tokens that one cycle verifies
 without touching the committed state, `fold` to write the accepted ones into it later. `step` is fold and window in one.
+`inputs` makes a window's queries, keys, values and gates of a layer's projections.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 from jax import Array
 
 from pallas_kernels import dispatch, proof
-from pallas_kernels.gated_delta import reference
+from pallas_kernels.gated_delta import inputs_reference, reference
+from pallas_kernels.gated_delta.inputs_reference import Gates, Inputs
 from pallas_kernels.gated_delta.reference import Pending, fold, path, recurrent, window
 
-__all__ = ["Pending", "chunked", "fold", "path", "recurrent", "step", "window"]
+__all__ = ["Gates", "Inputs", "Pending", "chunked", "fold", "inputs", "path", "recurrent", "step", "window"]
 
 
 def chunked(
@@ -112,3 +115,47 @@ def _gpu(*args: Any, parents: Array | None) -> tuple[Array, Array, Array]:
 def _refuse_trees(pending: Pending, parents: Array | None) -> None:
     if parents is not None or pending.accepted.ndim > 1:
         raise NotImplementedError("trees of drafts: the kernels fold and verify chains")
+
+
+def inputs(
+    past: Array,
+    start: Array,
+    qkv: Array,
+    gates: Gates,
+    valid: Array,
+    weight: Array,
+    *,
+    key_heads: int,
+    key_width: int,
+    implementation: str | None = None,
+) -> tuple[Array, Inputs]:
+    """From a layer's projections to what `step` takes: short convolution, SiLU, norms of keys and queries, gates.
+
+    Args:
+      past: [B,n,C], what the last window's call gave first. start: [B] int32, how many of its tokens were accepted: the
+        L-1 inputs from there on are the convolution's tail.
+      qkv: [B,W,C or more] of queries, keys and values, of which the first C count. valid: [B,W] bool.
+      weight: [L,C], oldest tap first.
+      implementation: see `pallas_kernels.dispatch`. "gpu" does it in one kernel, in the place of `past` where
+        the caller donates it; it has been compared with the reference by interpretation, and not been timed.
+
+    Returns:
+      the convolution's inputs [B,L-1+W,C], for the next call, and the window's `Inputs`.
+    """
+    implementations: dict[str, Callable[..., tuple[Array, Inputs]]] = {
+        "reference": inputs_reference.inputs, "gpu": _inputs_gpu,
+    }  # fmt: skip
+    args = (past, start, qkv, gates, valid, weight)
+    return dispatch.call(
+        "gated_delta.inputs", implementation, implementations, *args, key_heads=key_heads, key_width=key_width
+    )
+
+
+def _inputs_gpu(*args: Any, key_heads: int, key_width: int) -> tuple[Array, Inputs]:
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError("this kernel is for GPUs")
+    from pallas_kernels.gated_delta import inputs_gpu
+
+    kernel, plain = (partial(f, key_heads=2, key_width=128) for f in (inputs_gpu.inputs, inputs_reference.inputs))
+    proof.require("gated_delta.inputs on this GPU", kernel, plain, inputs_gpu.small_case, rtol=1e-2)
+    return inputs_gpu.inputs(*args, key_heads=key_heads, key_width=key_width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.attention import gpu as attention
-from pallas_kernels.gated_delta import Pending
+from pallas_kernels.gated_delta import Gates, Pending, inputs_gpu
 from pallas_kernels.gated_delta import gpu as gated_delta
 
 SLOTS, KEY_HEADS, HEADS, WIDTH = 8, 16, 32, 128
@@ -32,9 +33,19 @@ def pages(window: int) -> tuple[Callable[..., Any], Any]:
     return attention.paged_attention, whole
 
 
+def delta_inputs(window: int) -> tuple[Callable[..., Any], Any]:
+    half = lambda *shape: of(*shape, dtype=jnp.bfloat16)
+    head, channels = jax.ShapeDtypeStruct((HEADS,), jnp.float32), (2 * KEY_HEADS + HEADS) * WIDTH
+    gates = Gates(half(window, HEADS), half(window, HEADS), head, head)
+    weight = jax.ShapeDtypeStruct((4, channels), jnp.bfloat16)
+    valid = of(window, dtype=jnp.bool_)
+    args = half(3 + window, channels), of(dtype=jnp.int32), half(window, channels + 64), gates, valid, weight
+    return partial(inputs_gpu.inputs, key_heads=KEY_HEADS, key_width=WIDTH), args
+
+
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("kernel", [delta_step, pages])
+@pytest.mark.parametrize("kernel", [delta_step, delta_inputs, pages])
 def test_at_the_shapes_of_a_9b_target(kernel: Any, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     function, arguments = kernel(window)

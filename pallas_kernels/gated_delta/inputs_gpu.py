@@ -1,0 +1,133 @@
+"""Pallas GPU kernel of what lies between a layer's projections and the delta rule, for a window.
+
+XLA makes several small kernels of it: taking the tail, joining, convolving, two norms, gates. Here a program of one
+warp takes a row and a key head with its value heads, and every input is read once and every result written once. What
+is kept of the inputs for the next window replaces `past` in its own buffer, so that a loop of cycles copies nothing: a
+program reads and writes its own channels alone, and reads them before it writes. Lowered by Pallas' Triton route, named
+explicitly; see `pallas_kernels.gated_delta.gpu` on why.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.gated_delta.inputs_reference import EPS, Gates, Inputs
+
+MAX_WINDOW = 16
+
+
+def inputs(
+    past: Array, start: Array, qkv: Array, gates: Gates, valid: Array, weight: Array, *, key_heads: int, key_width: int,
+    interpret: Any = False,
+) -> tuple[Array, Inputs]:  # fmt: skip
+    """As `inputs_reference.inputs`. The buffer of `past` is reused where the caller donates it and the shape stays.
+
+    Raises NotImplementedError where there is no GPU, for widths that are no powers of two, windows beyond 16, and where
+    qkv and `past` differ in dtype. `interpret`: as of `pl.pallas_call`.
+    """
+    batch, window, heads = gates.a.shape
+    taps, channels = weight.shape
+    value_width, repeats = (channels - 2 * key_heads * key_width) // heads, heads // key_heads
+    _check(past, qkv, window, key_width, value_width, interpret)
+    row = lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda b, h: (b, *(0 for _ in x.shape[1:])))
+    each = pl.BlockSpec((None, window, repeats), lambda b, h: (b, 0, h))
+    of_head = pl.BlockSpec((repeats,), lambda b, h: (h,))
+    keys = pl.BlockSpec((None, window, None, key_width), lambda b, h: (b, 0, h, 0))
+    values = pl.BlockSpec((None, window, repeats, value_width), lambda b, h: (b, 0, h, 0))
+    single = lambda *shape: jax.ShapeDtypeStruct((batch, window, *shape), jnp.float32)
+    history = jax.ShapeDtypeStruct((batch, taps - 1 + window, channels), past.dtype)
+    history, *found = pl.pallas_call(
+        _kernel,
+        grid=(batch, key_heads),
+        in_specs=[
+            row(past), pl.BlockSpec((1,), lambda b, h: (b,)), row(qkv), each, each, of_head, of_head,
+            pl.BlockSpec((None, window), lambda b, h: (b, 0)), pl.BlockSpec(weight.shape, lambda b, h: (0, 0)),
+        ],
+        out_specs=[row(history), keys, keys, values, each, each],
+        out_shape=[
+            history, single(key_heads, key_width), single(key_heads, key_width), single(heads, value_width),
+            single(heads), single(heads),
+        ],
+        input_output_aliases={0: 0} if history.shape == past.shape else {},
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="gated_delta_inputs",
+    )(past, start, qkv, *gates, valid.astype(jnp.int32), weight)  # fmt: skip
+    return history, Inputs(*found)
+
+
+def _check(past: Array, qkv: Array, window: int, key_width: int, value_width: int, interpret: Any) -> None:
+    if jax.default_backend() != "gpu" and not interpret:
+        raise NotImplementedError("this kernel is for GPUs")
+    if any(width & (width - 1) for width in (key_width, value_width)):
+        raise NotImplementedError(f"heads of {key_width} and {value_width}: widths must be powers of two")
+    if window > MAX_WINDOW:
+        raise NotImplementedError(f"a window of {window} tokens; at most {MAX_WINDOW}")
+    if past.dtype != qkv.dtype:
+        raise NotImplementedError(f"inputs in {qkv.dtype} after others in {past.dtype}")
+
+
+def _kernel(
+    past: Any, start: Any, qkv: Any, a: Any, b: Any, a_log: Any, dt_bias: Any, valid: Any, weight: Any,
+    history: Any, q: Any, k: Any, v: Any, g: Any, beta: Any,
+) -> None:  # fmt: skip
+    head, repeats = pl.program_id(1), v.shape[1]
+    key_width, value_width = q.shape[-1], v.shape[-1]
+    keys = pl.num_programs(1) * key_width
+    convolve = partial(_convolve, past, start[0], qkv, weight, history)
+    for t, x in enumerate(convolve(head * key_width, key_width)):
+        q[t, :] = x * _over_length(x) * key_width**-0.5
+    for t, x in enumerate(convolve(keys + head * key_width, key_width)):
+        k[t, :] = x * _over_length(x)
+    for r in range(repeats):
+        rate = jnp.exp(a_log[r])
+        for t, x in enumerate(convolve(2 * keys + (head * repeats + r) * value_width, value_width)):
+            v[t, r, :] = x
+            counts = valid[t] != 0
+            g[t, r] = jnp.where(counts, -rate * _softplus(a[t, r].astype(jnp.float32) + dt_bias[r]), 0.0)
+            beta[t, r] = jnp.where(counts, jax.nn.sigmoid(b[t, r].astype(jnp.float32)), 0.0)
+
+
+def _convolve(past: Any, start: Array, qkv: Any, weight: Any, history: Any, first: Array, width: int) -> list[Array]:
+    """SiLU of the convolution of `width` channels from `first` on, for each token; their inputs go into `history`."""
+    at, taps = pl.ds(first, width), weight.shape[0]
+    seen = [past[start + i, at] for i in range(taps - 1)] + [qkv[t, at] for t in range(qkv.shape[0])]
+    for i, x in enumerate(seen):
+        history[i, at] = x
+    weights, seen = [weight[i, at].astype(jnp.float32) for i in range(taps)], [x.astype(jnp.float32) for x in seen]
+    found = []
+    for t in range(qkv.shape[0]):
+        total = jnp.zeros_like(seen[0])
+        for i in range(taps):
+            total += seen[t + i] * weights[i]
+        # Rounded as the reference rounds what leaves the convolution.
+        found.append((total * jax.nn.sigmoid(total)).astype(qkv.dtype).astype(jnp.float32))
+    return found
+
+
+def _over_length(x: Array) -> Array:
+    return jax.lax.rsqrt(jnp.sum(x * x) + EPS)
+
+
+def _softplus(x: Array) -> Array:
+    return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+
+
+def small_case() -> tuple[Any, ...]:
+    """Arguments of `inputs` in bfloat16 for 2 key heads of width 128: three rows with tails in different places."""
+    rng = np.random.default_rng(0)
+    half = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+    gates = Gates(half(3, 2, 4), half(3, 2, 4), jnp.asarray(rng.random(4), jnp.float32), jnp.ones(4, jnp.float32))
+    valid = jnp.asarray([[True, True], [True, False], [True, True]])
+    return half(3, 5, 1024), jnp.array([0, 1, 2], jnp.int32), half(3, 2, 1024), gates, valid, half(4, 1024)
+
+
+interpreted = partial(inputs, interpret=True)
