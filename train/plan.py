@@ -160,7 +160,9 @@ def _moved(job: Job, shape: MeshShape, tokens: int, head: float, target: float) 
     gathers = (fsdp - 1) * (target + 2 * item * head)
     gradients = 2 * (along - 1) / along * 4 * head * fsdp
     sums = 2 * (shape.tensor - 1) / shape.tensor * item * tokens
-    target_sums = 2 * c.num_layers * c.hidden_size * sums
+    mixtures = sum(c.moe_layers)
+    target_sums = (2 * c.num_layers - (0 if c.shared_expert_intermediate_size else mixtures)) * c.hidden_size * sums
     head_sums = 6 * job.steps * d.num_layers * d.hidden_size * sums
-    experts = 2 * (shape.expert - 1) / shape.expert * 4 * tokens * c.hidden_size * sum(c.moe_layers)
+    share = shape.expert * shape.tensor
+    experts = 2 * (share - 1) / share * 4 * tokens * c.hidden_size * mixtures
     return gathers + gradients + target_sums + head_sums + experts
