@@ -41,22 +41,24 @@ class Programs:
     """What a case compiles to. Each is a future, whose exception says why a way cannot be taken."""
 
     def __init__(self, case: Case, pool: ThreadPoolExecutor) -> None:
-        self.case, key = case, jax.random.key(0, impl="rbg")  # cheap to compile and to draw from
-        made = jax.eval_shape(case.make, key)
+        self.case, self.key = case, jax.random.key(0, impl="rbg")  # cheap to compile and to draw from
         ways = dict(case.ways) | ({FLOOR: Way(case.floor)} if case.floor else {})
-        shared = pool.submit(_compile, _maker(case, Way(case.exact)), key, **QUICKLY)
+        shared = pool.submit(_compile, case.make, self.key, **QUICKLY)
         self.make = {
-            name: pool.submit(_compile, _maker(case, way), key, **QUICKLY) if way.prepare else shared
+            name: pool.submit(_compile, _maker(case, way), self.key, **QUICKLY) if way.prepare else shared
             for name, way in ways.items()
         }
-        self.run = {name: pool.submit(self._compile_way, way, key) for name, way in ways.items()}
-        result = jax.eval_shape(case.ways["reference"].run, *made)
-        compare = lambda arguments, got: error(got, _exact(case, arguments))
-        self.judge = pool.submit(_compile, compare, made, result, **QUICKLY)
+        self.run = {name: pool.submit(self._compile_way, way) for name, way in ways.items()}
+        self.judge = pool.submit(self._compile_judge)
 
-    def _compile_way(self, way: Way, key: Array) -> Any:
-        arguments = jax.eval_shape(_maker(self.case, way), key)
+    def _compile_way(self, way: Way) -> Any:
+        arguments = jax.eval_shape(_maker(self.case, way), self.key)
         return _compile(way.run, *arguments, donate_argnums=(0,) if self.case.in_place else ())
+
+    def _compile_judge(self) -> Any:
+        made = jax.eval_shape(self.case.make, self.key)
+        result = jax.eval_shape(self.case.ways["reference"].run, *made)
+        return _compile(lambda arguments, got: error(got, _exact(self.case, arguments)), made, result, **QUICKLY)
 
     def futures(self) -> set[Future[Any]]:
         return {*self.make.values(), *self.run.values(), self.judge}
@@ -114,8 +116,7 @@ def measure(programs: Programs, name: str) -> dict[str, Any]:
     case = programs.case
     row: dict[str, Any] = {"operation": case.operation, "shape": case.shape, "way": name}
     try:
-        key, run = jax.random.key(0, impl="rbg"), programs.run[name].result()
-        make = programs.make[name].result()
+        key, make, run = programs.key, programs.make[name].result(), programs.run[name].result()
         if name != FLOOR:
             inputs = programs.make["reference"].result()(key)
             row["error"] = float(programs.judge.result()(inputs, run(*make(key))))

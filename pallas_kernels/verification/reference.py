@@ -18,7 +18,6 @@ from jax import Array, lax
 from pallas_kernels.verification import threefry
 from pallas_kernels.verification.thresholds import keep_min_p, keep_top_k, keep_top_p
 
-
 Result = TypeVar("Result")
 Feature = Literal["temperature", "min_p", "top_k", "top_p", "min_tokens"]
 Asks = frozenset[Feature] | None
@@ -30,8 +29,8 @@ FILTERS: tuple[Feature, ...] = ("min_p", "top_k", "top_p")
 class Sampling:
     """How each of the B rows of a batch samples. Greedy rows (temperature 0) ignore the filters and draw nothing.
 
-    `no_stop` says where a stop id may not be sampled (yet). `asks`, part of the compiled program, names all that any row
-    asks for; None where that is not known, and then the device decides. The result is the same.
+    `no_stop` says where a stop id may not be sampled (yet). `asks`, part of the compiled program, names all that any
+    row asks for; None where that is not known, and then the device decides. The result is the same.
     """
 
     temperature: Array  # [B] float32

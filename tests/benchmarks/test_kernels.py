@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import kernels, profiling
-from benchmarks.cases import TINY, Sizes, all_cases
+from benchmarks.cases import TINY, Case, Sizes, Way, all_cases
 
 SMALL = Sizes(1, 2, 8, 8, 4, 4, 2, 16, 64, 128, 32)
 
@@ -28,6 +28,20 @@ def test_a_row_for_every_way(
     assert reference["error"] < 1e-6 and reference["of_floor"] == reference["ms"] / floor["ms"]
     assert gpu["reason"] == "NotImplementedError: this kernel is for GPUs" and "ms" not in gpu
     assert reference["bytes"] == 2 * 2 * 2 * 8 * 8 * 4, "one read and one write of a float32 state"
+
+
+def test_a_way_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such engine\nin this library")
+
+    case = Case(
+        "op", "B 1", lambda key: (jnp.ones(3),), {"reference": Way(lambda x: 2 * x), "library": Way(broken)}, abs
+    )
+    monkeypatch.setattr(kernels, "all_cases", lambda sizes, grid: [case])
+    kernels.main([])
+    reference, library = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert reference["error"] == 1 and reference["ms"] > 0
+    assert library["reason"] == "RuntimeError: no such engine"
 
 
 def test_every_case_has_an_oracle_of_its_own_shape() -> None:
