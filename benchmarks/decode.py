@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from benchmarks.models import head_config, random_model, read_target_config
-from benchmarks.profiling import by_scope, costliest, profile
+from benchmarks.profiling import by_kind, by_scope, profile
 from eagle3_jax.cache import DeltaState, KVPages
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.drafters.eagle3 import Eagle3
@@ -189,7 +189,8 @@ def measure(models: Models, case: Case, compiled: Any, with_profile: bool) -> di
     if with_profile:
         times, text = profile(lambda: compiled(leaves, state)), compiled.as_text()
         found["scopes_ms"] = {k: round(v / CYCLES / 1e6, 4) for k, v in by_scope(times, text, SCOPES).items()}
-        found["costliest"] = [(n, round(v / CYCLES / 1e6, 4), p[-120:]) for n, v, p in costliest(times, text, 16)]
+        kinds = by_kind(times, text)[:60]
+        found["kernels"] = [(kind, round(spent / CYCLES / 1e6, 4), count) for kind, spent, count in kinds]
     return found
 
 
@@ -257,11 +258,11 @@ def main() -> None:
         found = measure(models, case, program, args.profile)
         found["of_floor"] = found["ms"] / report["floors"][key]["floor_ms"]
         report["cases"].append(found)
-        print("  ", _line({k: v for k, v in found.items() if k not in ("scopes_ms", "costliest")}), flush=True)
+        print("  ", _line({k: v for k, v in found.items() if k not in ("scopes_ms", "kernels")}), flush=True)
         for name, spent in found.get("scopes_ms", {}).items():
             print(f"        {name:12} {spent:8.3f} ms")
-        for name, spent, path in found.get("costliest", []):
-            print(f"            {spent:7.3f} {name:32} {path}", flush=True)
+        for kind, spent, count in found.get("kernels", [])[:16]:
+            print(f"            {spent:7.3f} {count:4} x {kind[-160:]}", flush=True)
     for tokens in args.prefill:
         report["prefill_ms"][tokens] = prefill_ms(models, tokens, args.chunk)
         print(f"prefill of {tokens}: {report['prefill_ms'][tokens]:.1f} ms", flush=True)
@@ -271,7 +272,7 @@ def main() -> None:
 
 
 def _short(case: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in case.items() if k not in ("scopes_ms", "costliest")}
+    return {k: v for k, v in case.items() if k not in ("scopes_ms", "kernels")}
 
 
 def _line(found: dict[str, Any]) -> str:

@@ -81,3 +81,16 @@ def costliest(times: Mapping[str, int], hlo_text: str, count: int = 15) -> list[
     paths = op_names(hlo_text)
     ranked = sorted(times.items(), key=lambda item: -item[1])[:count]
     return [(name, spent, paths.get(name, "")) for name, spent in ranked]
+
+
+def by_kind(times: Mapping[str, int], hlo_text: str) -> list[tuple[str, int, int]]:
+    """(path and kind of kernel, nanoseconds, kernels), costliest first; the same kernel of every layer is one entry."""
+    paths = op_names(hlo_text)
+    total: collections.Counter[str] = collections.Counter()
+    count: collections.Counter[str] = collections.Counter()
+    for name, spent in times.items():
+        path = re.sub(r"layer_\d+", "layer", paths.get(name, ""))
+        kind = f"{path} | {re.sub(r'[.]?[0-9]+$', '', name)}"
+        total[kind] += spent
+        count[kind] += 1
+    return [(kind, spent, count[kind]) for kind, spent in total.most_common()]

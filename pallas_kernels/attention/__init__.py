@@ -52,9 +52,9 @@ def branch_attention(
 
     Args:
       q: [B,T,K*R,H]. keys, values: [B,T,K,H] of each step 0 .. i. segment_ids: as of `causal_attention`.
-      implementation: "reference" (plain jnp, in blocks of queries computed again for the gradient; the default) or
-        "cudnn" (NVIDIA GPUs, half precision; its merge is tested, cuDNN's part has yet to run on a GPU). Neither keeps
-        a T x T matrix of scores; of packed rows, cuDNN takes a T x T mask.
+      implementation: "reference" (plain jnp, in blocks of queries computed again for the gradient), "cudnn" (NVIDIA
+        GPUs, half precision), or None: cuDNN where it can do the job (benchmarks/RESULTS.md says why). Neither keeps a
+        T x T matrix of scores; of packed rows, cuDNN takes a T x T mask.
 
     Returns:
       [B,T,K*R,H] in the dtype of the values; differentiable in q, keys and values.
@@ -63,9 +63,16 @@ def branch_attention(
     def blocks(q: Array, keys: Sequence[Array], values: Sequence[Array], segment_ids: Array | None) -> Array:
         return branch.branch_attention(q, keys, values, segment_ids=segment_ids)
 
-    choice: dict[str, Callable[..., Array]] = {"reference": blocks, "cudnn": branch_cudnn.branch_attention}
+    choice: dict[str, Callable[..., Array]] = {"reference": blocks, "cudnn": _branch_cudnn}
     arguments = (q, list(keys), list(values), segment_ids)
-    return dispatch.call("branch_attention", implementation, choice, *arguments)
+    return dispatch.call("branch_attention", implementation, choice, *arguments, default="cudnn")
+
+
+def _branch_cudnn(*args: Any) -> Array:
+    cudnn.check(args[0], args[3])
+    kernel, plain = (branch_cudnn.with_gradients(f) for f in (branch_cudnn.branch_attention, branch.branch_attention))
+    proof.require("branch_attention by cuDNN on this GPU", kernel, plain, branch_cudnn.small_case, 2e-2)
+    return branch_cudnn.branch_attention(*args)
 
 
 def write_pages(

@@ -10,11 +10,12 @@ Letters: B batch, T tokens, K key heads, G query heads of each, I branch keys, H
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from pallas_kernels.attention import cudnn
@@ -115,3 +116,21 @@ def _cudnn(q: Array, k: Array, v: Array, mask: Array | None) -> tuple[Any, dict[
         "sliding_window_length": None,
     }  # fmt: skip
     return module, options, (q, k, v, bias, *[nothing] * 6)
+
+
+def with_gradients(attend: Callable[..., Array]) -> Callable[..., Any]:
+    """What `proof.require` compares: the output of branch attention, and the gradients of its sum of squares."""
+
+    def both(*args: Any) -> Any:
+        out, pull = jax.vjp(lambda q, keys, values: attend(q, keys, values, segment_ids=args[3]), *args[:3])
+        return out, pull(out)
+
+    return both
+
+
+def small_case() -> tuple[Any, ...]:
+    """Arguments of `branch_attention` in bfloat16: three steps, grouped heads, packed rows."""
+    rng = np.random.default_rng(0)
+    normal = lambda heads: jnp.asarray(rng.normal(size=(2, 128, heads, 64)), jnp.bfloat16)
+    ids = jnp.asarray(np.arange(128)[None] // np.array([[40], [64]]) + 1, jnp.int32)
+    return normal(4), [normal(2) for _ in range(3)], [normal(2) for _ in range(3)], ids

@@ -141,7 +141,7 @@ def test_greedy_batches_pay_nothing() -> None:
         ({"temperature": 0.0, "top_p": 0.6}, set()),
         ({"temperature": 0.7}, {"temperature"}),
         ({"top_p": 0.6}, {"temperature", "top_p"}),
-        ({"min_tokens": 20}, {"temperature", "min_tokens"}),
+        ({"min_tokens": 12}, {"temperature", "min_tokens"}),
     ],
 )
 def test_what_is_asked_can_be_told_beforehand(params: dict[str, Any], asked: set[str]) -> None:

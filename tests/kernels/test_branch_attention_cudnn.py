@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax import Array
 
-from pallas_kernels.attention import branch_attention, branch_cudnn
+from pallas_kernels import proof
+from pallas_kernels.attention import branch, branch_attention, branch_cudnn, cudnn
 from tests.helpers import assert_close
 from tests.kernels.test_branch_attention import dense
 
@@ -62,3 +63,14 @@ def test_merge_equals_the_reference(steps: int, packed: bool, monkeypatch: pytes
     assert_close(got, want)
     for a, b in zip(jax.tree.leaves(pull(slope)), jax.tree.leaves(pull_wanted(slope)), strict=True):
         assert_close(a, b)
+
+
+def test_the_case_by_which_it_is_proven_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "check", lambda *_: None)
+    monkeypatch.setattr(branch_cudnn, "flash_forward", plain_forward)
+    monkeypatch.setattr(branch_cudnn, "flash_backward", plain_backward)
+    kernel, plain = (branch_cudnn.with_gradients(f) for f in (branch_cudnn.branch_attention, branch.branch_attention))
+    assert proof._verdict(kernel, plain, branch_cudnn.small_case, 2e-2) is None
+    monkeypatch.setattr(branch_cudnn, "flash_backward", lambda *args: plain_backward(*args[:-1], 1.1 * args[-1]))
+    kernel = branch_cudnn.with_gradients(lambda *a, **k: branch_cudnn.branch_attention(*a, **k))
+    assert "differs from the reference" in str(proof._verdict(kernel, plain, branch_cudnn.small_case, 2e-2))
