@@ -21,11 +21,13 @@ from jax import Array
 from eagle3_jax.distributed import to_host
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.precision import matmul_precision
+from eagle3_jax.sharding import laid_out
 from eagle3_jax.target import Target
 from train.data.batches import bucket_lengths, ordered_batches
 from train.data.conversations import Row
 from train.loss import chunk_size, chunked
 from train.params import Params
+from train.spread import over_tokens
 from train.step import Frozen, Model, make_model
 from train.ttt import shift_left
 
@@ -83,7 +85,7 @@ def make_matches(model: Model, d2t: Array) -> Callable[[Params, Frozen, Array, A
     """A jitted (params, frozen, tokens [B, T], lengths [B]) -> n [B, T] int32 for K = model.num_steps."""
 
     def matches(params: Params, frozen: Frozen, tokens: Array, lengths: Array) -> Array:
-        with matmul_precision(model.dtype):
+        with matmul_precision(model.dtype), laid_out(model.mesh, "batch"):
             aux = model.target(frozen)(tokens, aux_layers=model.aux_layers).aux
             outputs = model.outputs(params, frozen, aux, tokens)
             guesses = d2t[_argmax(model.draft_logits(params, frozen), outputs, len(d2t))]
@@ -96,10 +98,14 @@ def make_matches(model: Model, d2t: Array) -> Callable[[Params, Frozen, Array, A
 
 def _argmax(logits: Callable[[Array], Array], outputs: Array, vocab_size: int) -> Array:
     """[n, B, T] of outputs [n, B, T, D], with the logits of a few tokens at a time."""
-    steps, batch, length, _ = outputs.shape
-    size = chunk_size(length, steps * batch, vocab_size)
-    chunks = chunked(lambda hidden: jnp.argmax(logits(hidden), axis=-1), [(outputs, 2)], size)
-    return jnp.moveaxis(chunks, 0, 2).reshape(steps, batch, -1)[:, :, :length]
+
+    def local(logits: Callable[[Array], Array], outputs: Array) -> Array:
+        steps, batch, length, _ = outputs.shape
+        size = chunk_size(length, steps * batch, vocab_size)
+        chunks = chunked(lambda hidden: jnp.argmax(logits(hidden), axis=-1), [(outputs, 2)], size)
+        return jnp.moveaxis(chunks, 0, 2).reshape(steps, batch, -1)[:, :, :length]
+
+    return over_tokens(local, logits, [(outputs, 2)], out=2)
 
 
 def predicted_acceptance(

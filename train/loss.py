@@ -2,22 +2,26 @@
 
 Everything is aligned with the teacher: at position s stands the target's distribution of token s+1. The guess of step i
 for that token was made at p = s-1-i. So each chunk computes the teacher once and meets the guesses of every step, and
-the backward pass computes the chunk again: no [B, T, U] array is kept, let alone one for each step.
+the backward pass computes the chunk again: no [B, T, U] array is kept, let alone one for each step. On a mesh each
+device has its own tokens and its own chunks of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.tree_util import Partial
 
 from eagle3_jax.segments import segment_positions
 from train.divergences import kl_divergence, log_acceptance
 from train.objective import KL, Objective, smooth_l1, step_means
+from train.spread import over_tokens
 from train.ttt import shift_left, shift_right
 
 _CHUNK_ELEMENTS = 2**27
@@ -93,7 +97,8 @@ def step_sums(
     """Compares the drafter's guesses with the teacher.
 
     Args:
-      draft_logits: the drafter's final norm and output projection, [..., D] -> float32 [..., U].
+      draft_logits: the drafter's final norm and output projection, [..., D] -> float32 [..., U]. On a mesh a
+        `jax.tree_util.Partial` of its arrays; so is `normed`.
       outputs: [n, B, T, D] of `ttt.unroll`.
       teacher_hidden: [B, T, Dt], the target's, after its final norm.
       teacher_kernel: [Dt, U], its output projection for the draft vocabulary.
@@ -104,18 +109,17 @@ def step_sums(
         acceptance.
       normed: the drafter's final norm, [..., D] -> [..., Dt], if the objective weighs hidden states.
     """
-    steps, batch, length, _ = outputs.shape
-    chunk = chunk or chunk_size(length, (steps + 1) * batch, teacher_kernel.shape[1])
+    steps = len(outputs)
     aligned = jnp.stack([shift_right(h, i + 1) for i, h in enumerate(outputs)])
     run = shift_left(supervised_run(mask, segment_ids), 1)
 
-    def compare(hidden: Array, teacher: Array, choice: Array, run: Array, log_sum: Array | None = None) -> StepSums:
-        logits = jnp.matmul(teacher, teacher_kernel, preferred_element_type=jnp.float32)
-        sums = _sum_steps(draft_logits(hidden), logits, log_sum, choice, run, objective)
-        if not objective.hidden_weight or normed is None:
+    def compare(whole: _Whole, hidden: Array, teacher: Array, choice: Array, run: Array, *log_sum: Array) -> StepSums:
+        logits = jnp.matmul(teacher, whole.teacher_kernel, preferred_element_type=jnp.float32)
+        sums = _sum_steps(whole.draft_logits(hidden), logits, log_sum[0] if log_sum else None, choice, run, objective)
+        if not objective.hidden_weight or whole.normed is None:
             return sums
         supervised, _ = _positions(run, choice, steps)
-        far = jnp.where(supervised, smooth_l1(normed(hidden), teacher[None]), 0.0)
+        far = jnp.where(supervised, smooth_l1(whole.normed(hidden), teacher[None]), 0.0)
         return dataclasses.replace(sums, distance=jnp.sum(far, axis=(1, 2)))
 
     arrays = [(aligned, 2), (teacher_hidden, 1), (teacher_choice, 1), (run, 1)]
@@ -123,9 +127,29 @@ def step_sums(
         if teacher_log_sum is None:
             raise ValueError(f"{objective.kind} needs teacher_log_sum")
         arrays.append((teacher_log_sum, 1))
+    axes = [axis for _, axis in arrays]
+
+    def sums_of(whole: _Whole, *parts: Array) -> StepSums:
+        _, batch, length, _ = parts[0].shape
+        size = chunk or chunk_size(length, (steps + 1) * batch, teacher_kernel.shape[1])
+        sums = chunked(partial(compare, whole), list(zip(parts, axes, strict=True)), size)
+        return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+
+    whole = _Whole(_as_tree(draft_logits), None if normed is None else _as_tree(normed), teacher_kernel)
     with jax.named_scope("loss"):
-        sums = chunked(compare, arrays, chunk)
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+        return over_tokens(sums_of, whole, arrays)
+
+
+class _Whole(NamedTuple):
+    """See `step_sums`."""
+
+    draft_logits: Partial
+    normed: Partial | None
+    teacher_kernel: Array
+
+
+def _as_tree(function: Callable[[Array], Array]) -> Partial:
+    return function if isinstance(function, Partial) else Partial(function)
 
 
 def _positions(run: Array, choice: Array, num_steps: int) -> tuple[Array, Array]:

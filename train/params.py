@@ -42,11 +42,15 @@ class DraftGraph:
         return self._merge({name: x.astype(dtype) for name, x in params.items()}, fixed)
 
     def merge_head(self, params: Mapping[str, Array], fixed: list[Array], dtype: DTypeLike) -> Eagle3:
-        """As `merge`, for `logits` alone: only what it uses is cast, since a loop carries along whatever it touches."""
-        used = {name: x.astype(dtype) for name, x in params.items() if name.startswith(HEAD)}
-        return self._merge({**params, **used}, fixed)
+        """As `merge`, for `norm` and `logits` alone, of what `head` gives; the rest of it has no arrays."""
+        used = {name: x.astype(dtype) for name, x in self.head(params).items()}
+        return self._merge({**dict.fromkeys(self.names), **used}, fixed)
 
-    def _merge(self, params: Mapping[str, Array], fixed: list[Array]) -> Eagle3:
+    def head(self, params: Mapping[str, Array]) -> Params:
+        """Of the parameters, those of the final norm and the output projection."""
+        return {name: x for name, x in params.items() if name.startswith(HEAD)}
+
+    def _merge(self, params: Mapping[str, Any], fixed: list[Array]) -> Eagle3:
         trained = jax.tree.unflatten(self.trained, [params[name] for name in self.names])
         return nnx.merge(self.graph, trained, jax.tree.unflatten(self.fixed, fixed))
 

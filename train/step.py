@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import Partial
 from jax.typing import DTypeLike
 
 from eagle3_jax.distributed import spread
@@ -111,8 +112,14 @@ class Model:
         aux = tuple(a.astype(self.dtype) for a in aux)
         return unroll(merge, embeds, aux, self.num_steps, segment_ids=segment_ids, remat=self.remat)
 
-    def draft_logits(self, params: Params, frozen: Frozen) -> Callable[[Array], Array]:
-        return lambda hidden: self.draft.merge_head(params, frozen.fixed, self.dtype).logits(hidden)
+    def draft_logits(self, params: Params, frozen: Frozen) -> Partial:
+        """hidden [..., D] -> float32 logits [..., U]."""
+        return self._on_head(lambda head, hidden: head.logits(hidden), params, frozen)
+
+    def _on_head(self, function: Callable[[Eagle3, Array], Array], params: Params, frozen: Frozen) -> Partial:
+        """`function` of the drafter's last matrices and hidden states, with these matrices as its leaves."""
+        merge = lambda used: self.draft.merge_head(used, frozen.fixed, self.dtype)
+        return Partial(lambda used, hidden: function(merge(used), hidden), self.draft.head(params))
 
     def see(self, frozen: Frozen, inputs: Inputs) -> Features:
         """What the target says to a batch, unless it is stored."""
@@ -129,7 +136,7 @@ class Model:
         return step_sums(
             self.draft_logits(params, frozen), outputs, seen.hidden, frozen.teacher, choice, inputs.mask,
             segment_ids=ids, objective=self.objective, teacher_log_sum=seen.log_sum,
-            normed=lambda hidden: self.draft.merge_head(params, frozen.fixed, self.dtype).norm(hidden),
+            normed=self._on_head(lambda head, hidden: head.norm(hidden), params, frozen),
         )  # fmt: skip
 
     def loss(self, params: Params, frozen: Frozen, inputs: Inputs) -> tuple[Array, StepSums]:

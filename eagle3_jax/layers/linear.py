@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from eagle3_jax.quantization import matmul, matrix
+from eagle3_jax.sharding import pin, pin_rows
 
 
 @jax.custom_vjp
@@ -60,7 +61,10 @@ class Embedding(nnx.Module):
 
     def __call__(self, token_ids: Array) -> Array:
         # Clipped, so that an id outside the table can never read another row's memory as NaN.
-        return jnp.take(self.weight[...], token_ids, axis=0, mode="clip")
+        found = jnp.take(self.weight[...], token_ids, axis=0, mode="clip")
+        # Where one axis of a mesh cuts both the table's width and the rows, XLA must be shown the way from one to the
+        # other: it would hold all rows of the batch on every device.
+        return pin_rows(pin(found, "slots", "replicated", "embed"))
 
     def attend(self, x: Array) -> Array:
         return jnp.einsum("...D,VD->...V", x, self.weight[...], preferred_element_type=jnp.float32)

@@ -25,5 +25,6 @@ def test_parameters_are_float32_copies_and_merge_back() -> None:
     merged = graph.merge(params, fixed, jnp.bfloat16)
     assert merged.lm_head.kernel[...].dtype == merged.norm.weight[...].dtype == jnp.bfloat16
     assert np.array_equal(merged.d2t[...], drafter.d2t[...])
-    head = graph.merge_head(params, fixed, jnp.bfloat16)
-    assert head.lm_head.kernel[...].dtype == jnp.bfloat16 and head.fc.kernel[...].dtype == jnp.float32
+    assert set(graph.head(params)) == {"norm.weight", "lm_head.kernel"}
+    head = graph.merge_head(graph.head(params), fixed, jnp.bfloat16)
+    assert head.lm_head.kernel[...].dtype == head.norm.weight[...].dtype == jnp.bfloat16
