@@ -25,11 +25,14 @@ from eagle3_jax.planning.shapes import (
 )
 from eagle3_jax.precision import matmul_precision
 from eagle3_jax.sharding import laid_out, replicated
-from infer.cycle import DecodeState, Speculation, run_cycles
+from infer.cycle import DecodeState, Speculation, prefill, run_cycles
 from infer.engine import EngineConfig, empty_state, state_shardings
 
-UNIT = "cycle"
 DEFAULT_STEPS = 3
+
+
+def unit(job: Job) -> str:
+    return "pass" if job.prefill else "cycle"
 
 
 def rows(shape: MeshShape) -> int:
@@ -64,42 +67,55 @@ def _empty(job: Job) -> DecodeState:
 
 
 def lower(job: Job, mesh: Any) -> Any:
-    """The engine's decoding program, lowered for a mesh of devices that need not be here."""
-    configs = [c for c in (job.target, job.draft) if c is not None]
-    graphs, models = zip(*(abstract_model(c, job.dtype, mesh) for c in configs), strict=True)
+    """The engine's program for a cycle or a prefill pass, lowered for a mesh of devices that need not be here."""
+    target = abstract_model(job.target, job.dtype, mesh, job.quantization)
+    pairs = [target] if job.draft is None else [target, abstract_model(job.draft, job.dtype, mesh)]
+    graphs, models = zip(*pairs, strict=True)
     state, how = abstract_state(job, mesh), engine_config(job).speculation
 
-    def decode(models: tuple[Any, ...], state: DecodeState, limit: jax.Array, yield_slots: jax.Array) -> DecodeState:
-        built = [nnx.merge(graph, model) for graph, model in zip(graphs, models, strict=True)]
+    def run(models: tuple[Any, ...], state: DecodeState, *arguments: jax.Array) -> DecodeState:
+        target, *head = (nnx.merge(graph, model) for graph, model in zip(graphs, models, strict=True))
+        drafter = head[0] if head else None
         with matmul_precision(job.dtype), laid_out(mesh, "slots"):
-            return run_cycles(built[0], built[1] if len(built) > 1 else None, state, how, limit, yield_slots)
+            if job.prefill:
+                return prefill(target, drafter, state, job.prefill)
+            limit, yield_slots = arguments
+            return run_cycles(target, drafter, state, how, limit, yield_slots)
 
-    limit, yield_slots = (jax.ShapeDtypeStruct((), d, sharding=replicated(mesh)) for d in (jnp.int32, jnp.bool_))
+    given = () if job.prefill else (jnp.int32, jnp.bool_)
+    arguments = [jax.ShapeDtypeStruct((), dtype, sharding=replicated(mesh)) for dtype in given]
     places = jax.tree.map(lambda x: x.sharding, state)
-    return jax.jit(decode, donate_argnums=1, out_shardings=places).lower(models, state, limit, yield_slots)
+    # Kept though a pass may not use it, since it is held all the same: the head's last matrix, for one.
+    step = jax.jit(run, donate_argnums=1, out_shardings=places, keep_unused=True)
+    return step.lower(models, state, *arguments)
 
 
 def account(job: Job, shape: MeshShape) -> Account:
-    """Of one cycle."""
+    """Of one cycle, or of one prefill pass."""
     mesh = abstract_mesh(shape)
-    target = count_weights(job.target, job.dtype, mesh)
+    target = count_weights(job.target, job.dtype, mesh, job.quantization)
     head = Weights() if job.draft is None else count_weights(job.draft, job.dtype, mesh)
     pages, delta, draft_pages, rest = _caches(job, mesh)
-    window = engine_config(job).speculation.window
-    tokens, drafts = job.batch // shape.data * window, window - 1
-    copied = _copied(job, shape) * (pages + draft_pages)
+    slots = job.batch // shape.data
+    tokens = slots * (job.prefill or engine_config(job).speculation.window)
+    copied = 0 if job.prefill else _copied(job, shape) * (pages + draft_pages)
     parts = {
         "target": target.bytes, "head": head.bytes, "keys and values": pages, "delta-rule states": delta,
         "the head's cache": draft_pages, "tokens and parameters": rest,
-        "temporaries": copied + _temporaries(job, shape, target, tokens),
+        "temporaries": copied + _temporaries(job, shape, target, tokens, slots),
     }  # fmt: skip
     used, active = _target_use(job.target, target, tokens)
+    read, flops = used + pages + 2 * delta, 2 * tokens * active + _attention_flops(job, shape, tokens)
     head = head.other("^(embed_tokens|d2t)")
     once, each = head.named(r"^fc\."), head.other(r"^fc\.")
-    read = used + once.bytes + drafts * (each.bytes + draft_pages) + pages + 2 * delta
-    read += 4 * copied / engine_config(job).cycles_per_sync
-    head_tokens = tokens + max(drafts - 1, 0) * job.batch // shape.data
-    flops = 2 * tokens * active + 2 * head_tokens * head.elements + _attention_flops(job, shape, tokens)
+    if job.prefill:  # logits are those of a slot's last token; the head makes none
+        flops -= 2 * (tokens - slots) * target.named("^embed" if job.target.tie_word_embeddings else "^lm_").elements
+        flops += 2 * tokens * head.other(r"^lm_head\.").elements
+        read += head.bytes + draft_pages
+    else:
+        drafts = engine_config(job).speculation.num_drafts
+        flops += 2 * (tokens + max(drafts - 1, 0) * slots) * head.elements
+        read += once.bytes + drafts * (each.bytes + draft_pages) + 4 * copied / engine_config(job).cycles_per_sync
     return Account(parts, flops, read, _moved(job, shape, tokens))
 
 
@@ -141,14 +157,14 @@ def _attention_flops(job: Job, shape: MeshShape, tokens: int) -> float:
     return tokens * (softmax + 6 * (c.num_layers - full) * state) / shape.tensor
 
 
-def _temporaries(job: Job, shape: MeshShape, weights: Weights, tokens: int) -> float:
+def _temporaries(job: Job, shape: MeshShape, weights: Weights, tokens: int, slots: int) -> float:
     """An estimate: logits and noise, attention weights, rows of experts; the compiled program knows better."""
     c = job.target
     vocab = c.vocab_size // (shape.tensor if c.vocab_size % shape.tensor == 0 else 1)
     scores = tokens * job.context * c.num_heads // shape.tensor
     experts = tokens * c.num_experts_per_tok * (c.hidden_size * 2 + 3 * c.moe_intermediate_size)
-    largest = max(w.bytes for w in weights)
-    return 4.0 * (6 * tokens * vocab + 2 * scores + experts) + largest
+    largest = max(max(w.bytes, w.elements * jnp.dtype(job.dtype).itemsize) for w in weights)  # written out, it may be
+    return 4.0 * (6 * (slots if job.prefill else tokens) * vocab + 2 * scores + experts) + largest
 
 
 def _moved(job: Job, shape: MeshShape, tokens: int) -> float:

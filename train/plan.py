@@ -25,9 +25,12 @@ from train.params import DraftGraph, is_trained
 from train.recipe import DraftRecipe, OptimizerRecipe
 from train.step import Frozen, Inputs, Model, TrainState, batch_sharding, make_step
 
-UNIT = "step"
 DEFAULT_STEPS = 7
 TOKENS_A_DEVICE = 4096
+
+
+def unit(job: Job) -> str:
+    return "step"
 
 
 def rows(shape: MeshShape) -> int:

@@ -24,7 +24,9 @@ MARGIN = 0.92
 @dataclasses.dataclass(frozen=True)
 class Job:
     """What to plan for. batch: slots, or sequences of a training step over all devices. context: tokens of each.
-    steps: drafts K, or steps of the training-time test. vocab: of the draft vocabulary, in the head's config."""
+    steps: drafts K, or steps of the training-time test. quantization: of the target's matrices, see
+    `eagle3_jax.quantization`. prefill: plan for the pass that takes in so many prompt tokens of every slot, the last of
+    `context`, and not for a cycle."""
 
     target: TargetConfig
     draft: DraftConfig | None
@@ -32,6 +34,8 @@ class Job:
     context: int
     steps: int
     dtype: DTypeLike
+    quantization: str | None = None
+    prefill: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +75,14 @@ def times(account: Account, chip: Chip, moved: float | None = None) -> Times:
 class Mode(Protocol):
     """A kind of step: `infer.plan` and `train.plan` are two. They are modules, and offer these names.
 
-    UNIT: what one step is called. DEFAULT_STEPS: of a job. account: by our own counts. lower: the real step on a mesh.
-    rows: over how many parts a batch must be divisible. suits: whether a mesh is worth trying, though others can be
-    asked for. default_batch: for so many devices.
+    unit: what one step of a job is called. DEFAULT_STEPS: of a job. account: by our own counts. lower: the real step
+    on a mesh. rows: over how many parts a batch must be divisible. suits: whether a mesh is worth trying, though others
+    can be asked for. default_batch: for so many devices.
     """
 
-    UNIT: str
     DEFAULT_STEPS: int
 
+    def unit(self, job: Job) -> str: ...
     def account(self, job: Job, shape: MeshShape) -> Account: ...
     def lower(self, job: Job, mesh: Any) -> Any: ...
     def rows(self, shape: MeshShape) -> int: ...

@@ -21,6 +21,7 @@ from eagle3_jax.planning.chips import CHIPS, Topology, parse_topology
 from eagle3_jax.planning.compiling import compile_step
 from eagle3_jax.planning.report import Plan, lines
 from eagle3_jax.precision import parse_dtype
+from eagle3_jax.quantization import QUANTIZATIONS, find_quantization
 
 MODES = ("generate", "train")
 DEFAULT_CONTEXT = {"generate": 8192, "train": 4096}
@@ -36,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, help="slots (16), or sequences of a step (4096 tokens a device)")
     parser.add_argument("--context", type=int, help="tokens of each (8192, or 4096 in training)")
     parser.add_argument("--k", type=int, help="drafts of a cycle (3), or steps of the training-time test (7)")
+    parser.add_argument("--prefill", type=int, help="plan for a pass over so many prompt tokens of each slot")
+    parser.add_argument("--quantization", help=f"the target's matrices in one byte: {', '.join(QUANTIZATIONS)}")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--accounting", action="store_true", help="count only, compile nothing: seconds, not minutes")
 
@@ -51,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     compiled = None
     if topology.chip.is_tpu and not args.accounting:
         compiled = compile_step(mode, job, topology, shape)
-    plan = Plan(job, topology, shape, mode.UNIT, mode.account(job, shape), compiled)
+    plan = Plan(job, topology, shape, mode.unit(job), mode.account(job, shape), compiled)
     print("\n".join(lines(plan)), flush=True)
     if plan.fits:
         return 0
@@ -99,11 +102,24 @@ def make_job(
             raise UserError(f"--{name} {value}: it must be positive")
     if args.k == 0 and args.mode == "train":
         raise UserError("--k 0: a head is trained on one step at least")
+    _check_generation(args)
     context = args.context or DEFAULT_CONTEXT[args.mode]
     batch = args.batch or mode.default_batch(topology.devices, context)
     steps = mode.DEFAULT_STEPS if args.k is None else args.k
     head = draft if steps else None
-    return Job(target, head, batch, context, steps, parse_dtype(args.dtype))
+    return Job(target, head, batch, context, steps, parse_dtype(args.dtype), args.quantization, args.prefill or 0)
+
+
+def _check_generation(args: argparse.Namespace) -> None:
+    """Flags that only generation has."""
+    for name in ("prefill", "quantization"):
+        if getattr(args, name) is not None and args.mode == "train":
+            raise UserError(f"--{name}: training has none; it is for --mode generate")
+    if args.quantization is not None:
+        find_quantization(args.quantization)
+    most = args.context or DEFAULT_CONTEXT["generate"]
+    if args.prefill is not None and not 1 <= args.prefill <= most:
+        raise UserError(f"--prefill {args.prefill}: it must be from 1 to the {most} tokens of --context")
 
 
 def choose_mesh(text: str | None, mode: Mode, job: Job, topology: Topology) -> MeshShape:

@@ -70,13 +70,20 @@ class Plan:
 def lines(plan: Plan) -> Iterable[str]:
     """The whole report, but for a suggestion."""
     job, chip = plan.job, plan.topology.chip
-    what = "slots" if plan.unit == "cycle" else "sequences"
+    what = "sequences" if plan.unit == "step" else "slots"
     yield f"{plan.topology}: {plan.topology.devices} devices of {chip.memory / GIB:.2f} GiB, mesh {plan.shape}"
-    steps = f"K = {job.steps if job.draft else 0}" if plan.unit == "cycle" else f"{job.steps} steps of the head"
-    yield f"one {plan.unit}: {job.batch} {what} of {job.context} tokens, {steps}"
+    yield f"one {plan.unit}: {job.batch} {what} of {job.context} tokens, {_work(job, plan.unit)}"
     if few := replicated_heads(plan.shape, job.target):
         yield f"too few for tp{plan.shape.tensor}, so not divided: {', '.join(few)}"
     yield from ["", *_memory_lines(plan), "", *_collective_lines(plan), "", *_time_lines(plan)]
+
+
+def _work(job: Job, unit: str) -> str:
+    if unit == "step":
+        return f"{job.steps} steps of the head"
+    how = "" if job.quantization is None else f", the target's matrices in {job.quantization}"
+    work = f"the next {job.prefill} of their prompts" if job.prefill else f"K = {job.steps if job.draft else 0}"
+    return work + how
 
 
 def _memory_lines(plan: Plan) -> Iterable[str]:
@@ -114,7 +121,8 @@ def _time_lines(plan: Plan) -> Iterable[str]:
         rate = plan.job.batch / spent.total
         yield f"  at most {rate:.0f} tokens a second for each token of acceptance length"
     else:
-        yield f"  at most {plan.job.batch * plan.job.context / spent.total:.0f} tokens a second"
+        tokens = plan.job.prefill or plan.job.context
+        yield f"  at most {plan.job.batch * tokens / spent.total:.0f} tokens a second"
 
 
 def _bytes(size: float) -> str:

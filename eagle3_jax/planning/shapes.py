@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.meshes import MeshShape
+from eagle3_jax.quantization import SCALE, find_quantization, quantize_model
 from eagle3_jax.sharding import AXES, model_shardings, param_sharding
 from eagle3_jax.target import Target
 
@@ -30,15 +31,21 @@ def abstract_mesh(shape: MeshShape) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _split(config: TargetConfig | DraftConfig, dtype: jnp.dtype) -> tuple[Any, Any]:
-    make: Callable[..., Any] = Target if isinstance(config, TargetConfig) else Eagle3
-    graph, state = nnx.split(nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0))))
+def _split(config: TargetConfig | DraftConfig, dtype: jnp.dtype, quantization: str | None) -> tuple[Any, Any]:
+    def make() -> Any:
+        kind: Callable[..., Any] = Target if isinstance(config, TargetConfig) else Eagle3
+        model = kind(config, dtype=dtype, rngs=nnx.Rngs(0))
+        return model if quantization is None else quantize_model(model, find_quantization(quantization))
+
+    graph, state = nnx.split(nnx.eval_shape(make))
     return graph, state
 
 
-def abstract_model(config: TargetConfig | DraftConfig, dtype: DTypeLike, mesh: Mesh) -> tuple[Any, Any]:
+def abstract_model(
+    config: TargetConfig | DraftConfig, dtype: DTypeLike, mesh: Mesh, quantization: str | None = None
+) -> tuple[Any, Any]:
     """(graph, nnx state) of a model whose arrays are shapes with shardings."""
-    graph, state = _split(config, jnp.dtype(dtype))
+    graph, state = _split(config, jnp.dtype(dtype), quantization)
     return graph, placed(state, model_shardings(state, mesh, config))
 
 
@@ -66,7 +73,7 @@ def named(state: Any) -> Iterable[tuple[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """An array of so many layers, each of which has `elements` of it on one device."""
+    """An array of so many layers, each of which has `elements` of it on one device; scales have none that count."""
 
     name: str
     elements: int
@@ -92,29 +99,35 @@ class Weights(tuple[Weight, ...]):
         return Weights(w for w in self if not re.search(pattern, w.name))
 
 
-def count_weights(config: TargetConfig | DraftConfig, dtype: DTypeLike, mesh: Any) -> Weights:
+def count_weights(
+    config: TargetConfig | DraftConfig, dtype: DTypeLike, mesh: Any, quantization: str | None = None
+) -> Weights:
     """A model's arrays on one device of a mesh. Of layers that are alike, and there may be a hundred, one is seen."""
     short, times = shortened(config) if isinstance(config, TargetConfig) else (config, ())
     found = []
-    for name, x in _arrays(short, jnp.dtype(dtype)):
+    for name, x in _arrays(short, jnp.dtype(dtype), quantization):
         path = name.split(".")
         shard = param_sharding(path, x.shape, mesh, config).shard_shape(x.shape)
         number = times[int(path[1])] if path[0] == "layers" and times else 1
-        found.append(Weight(name, math.prod(shard), _tiled(shard, x.dtype.itemsize) * x.dtype.itemsize, number))
+        elements = 0 if name.endswith(SCALE) else math.prod(shard)
+        found.append(Weight(name, elements, _tiled(shard, x.dtype.itemsize) * x.dtype.itemsize, number))
     return Weights(found)
 
 
 def _tiled(shape: tuple[int, ...], itemsize: int) -> int:
-    """Elements as a TPU lays them out, in tiles of 8 x 128 words: slivers of a matrix take as much room as tiles."""
+    """Elements as a TPU lays them out, in tiles of 8 x 128 words: slivers of a matrix take as much room as tiles, which
+    are lower for an array of few rows."""
     if len(shape) < 2:
         return math.prod(shape)
-    rows, columns = 32 // itemsize, 128
+    rows, columns = min(32 // itemsize, 1 << (shape[-2] - 1).bit_length()), 128
     return math.prod(shape[:-2]) * -(-shape[-2] // rows) * rows * -(-shape[-1] // columns) * columns
 
 
 @functools.lru_cache(maxsize=32)
-def _arrays(config: TargetConfig | DraftConfig, dtype: jnp.dtype) -> tuple[tuple[str, Any], ...]:
-    return tuple(named(_split(config, dtype)[1]))
+def _arrays(
+    config: TargetConfig | DraftConfig, dtype: jnp.dtype, quantization: str | None
+) -> tuple[tuple[str, Any], ...]:
+    return tuple(named(_split(config, dtype, quantization)[1]))
 
 
 @functools.lru_cache(maxsize=32)

@@ -40,18 +40,24 @@ def job(kind: str, config: dict[str, Any] = CONFIG, **changes: Any) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "name"),
-    [("generate", CONFIG, "dp2 tp2"), ("generate", MIXTURE, "ep2 tp2"), ("train", SHORT, "fsdp4")],
+    ("kind", "config", "name", "changes"),
+    [
+        ("generate", CONFIG, "dp2 tp2", {}),
+        ("generate", MIXTURE, "ep2 tp2", {"quantization": "int8"}),
+        ("generate", MIXTURE, "tp4", {"quantization": "fp8", "prefill": 64}),
+        ("train", SHORT, "fsdp4", {}),
+    ],
 )
-def test_the_real_step_on_a_slice(kind: str, config: dict[str, Any], name: str) -> None:
-    mode, asked, shape, topology = planner(kind), job(kind, config), parse_mesh(name), parse_topology("v5e:2x2")
+def test_the_real_step_on_a_slice(kind: str, config: dict[str, Any], name: str, changes: dict[str, Any]) -> None:
+    mode, asked, topology = planner(kind), job(kind, config, **changes), parse_topology("v5e:2x2")
+    shape = parse_mesh(name)
     compiled = compile_step(mode, asked, topology, shape)
     account = mode.account(asked, shape)
     stated = account.total - account.parts["temporaries"]
     assert stated <= compiled.arguments * 1.02 and compiled.arguments <= stated * 1.35, "counts and compiler differ"
     assert compiled.collectives and not compiled.too_large
     assert account.moved / 6 <= sum(c.moved * n for c, n in compiled.collectives.items()) <= 6 * account.moved
-    text = "\n".join(lines(Plan(asked, topology, shape, mode.UNIT, account, compiled)))
+    text = "\n".join(lines(Plan(asked, topology, shape, mode.unit(asked), account, compiled)))
     assert "fits" in text and "all-reduce" in text and "as compiled" in text
 
 
@@ -85,6 +91,18 @@ def test_work_and_bytes_by_hand() -> None:
     assert spent.total == pytest.approx(found.read / 819e9) and spent.links == 0
 
 
+def test_quantised_and_prefill_by_hand() -> None:
+    """Matrices of layers in one byte, less their scales; a pass over 100 tokens makes logits of one."""
+    plain = dataclasses.replace(job("generate"), draft=None, batch=1, context=1000)
+    mode, layers = planner("generate"), 2 * (512 * (8 + 4 + 4) * 128 + 8 * 128 * 512 + 3 * 512 * 1024)
+    cycle, small = (mode.account(j, MeshShape()) for j in (plain, dataclasses.replace(plain, quantization="fp8")))
+    assert cycle.read - small.read == pytest.approx(layers, rel=0.01) and cycle.flops == small.flops
+    taken = mode.account(dataclasses.replace(plain, prefill=100), MeshShape())
+    assert taken.flops == pytest.approx(100 * cycle.flops - 99 * 2 * 512 * 4096)
+    assert taken.read <= cycle.read
+    assert [mode.unit(j) for j in (plain, dataclasses.replace(plain, prefill=100))] == ["cycle", "pass"]
+
+
 def test_the_choice_fits_and_spreads() -> None:
     mode, asked = planner("generate"), job("generate", batch=512, context=8192)
     choice = smallest(mode, slices_for(mode, asked, CHIPS["v5e"], fixed=True))
@@ -106,9 +124,10 @@ def test_the_command_counts_for_gpus(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_the_command_suggests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = ["--topology", "v5e:1x1", "--mode", "generate", "--batch", "512", "--context", "8192", "--accounting"]
-    assert plan(tmp_path, *large) == 1
+    assert plan(tmp_path, *large, "--prefill", "256", "--quantization", "fp8") == 1
     out = capsys.readouterr().out
     assert "DOES NOT FIT" in out and "is the smallest that fits" in out
+    assert "one pass: 512 slots of 8192 tokens, the next 256 of their prompts, the target's matrices in fp8" in out
 
 
 @pytest.mark.parametrize(
@@ -122,6 +141,9 @@ def test_the_command_suggests(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["--topology", "v5e:4x4", "--mesh", "tp16"], "The nearest that works here is 'tp8'"),
         (["--topology", "v5e:2x2", "--mesh", "dp4", "--batch", "2"], "cannot be spread over the 4 parts"),
         (["--topology", "v5e:2x2", "--batch", "0"], "--batch 0: it must be positive"),
+        (["--topology", "v5e:2x2", "--prefill", "9000"], "--prefill 9000: it must be from 1 to the 8192 tokens"),
+        (["--topology", "v5e:2x2", "--quantization", "int4"], "quantization='int4' is not offered"),
+        (["--topology", "v5e:2x2", "--mode", "train", "--prefill", "64"], "--prefill: training has none"),
         (["--topology", "v5e:2x2", "--target", "nowhere.json"], "nowhere.json"),
     ],
 )
