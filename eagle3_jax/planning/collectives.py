@@ -59,35 +59,55 @@ def by_kind(counts: Counts) -> dict[str, tuple[int, float]]:
 
 
 def collectives(text: str) -> Counts:
-    """Of a compiled program's text, how often each is executed; a permutation to oneself is none."""
+    """Of a compiled program's text, how often each is executed; a permutation to oneself is none.
+
+    libtpu writes an asynchronous collective once into its start, into each fusion that runs meanwhile and into its end:
+    they have one channel and are one.
+    """
     blocks = re.split(r"\n(?=%|ENTRY)", text)
     computations = {_name(block): block.splitlines() for block in blocks}
 
     @functools.cache
-    def visit(name: str) -> Counts:
-        total: Counts = Counter()
+    def visit(name: str) -> Counter[tuple[Collective, str]]:
+        """By collective and channel."""
+        total: Counter[tuple[Collective, str]] = Counter()
         for line in computations.get(name, []):
             own = _collective(line)
-            total.update([own] if own is not None else [])
-            for called, times in _called(line, computations):
-                total.update({c: n * times for c, n in visit(called).items()})
+            found = Counter() if own is None else Counter([(own, _channel(line))])
+            for called in _CALLED.findall(line):
+                found += visit(called)
+            for key, times in found.items():
+                total[key] = max(total[key], times) if key[1] else total[key] + times
+            for body, times in _loops(line, computations):
+                total.update({key: n * times for key, n in visit(body).items()})
             branches = [visit(branch) for branch in _branches(line)]
-            total.update(max(branches, key=moved) if branches else {})
+            total.update(max(branches, key=lambda branch: moved(_without_channels(branch))) if branches else {})
         return total
 
-    return visit("ENTRY")
+    return _without_channels(visit("ENTRY"))
+
+
+def _without_channels(counts: Mapping[tuple[Collective, str], int]) -> Counts:
+    total: Counts = Counter()
+    for (collective, _), times in counts.items():
+        total[collective] += times
+    return total
+
+
+def _channel(line: str) -> str:
+    found = re.search(r"channel_id=(\d+)", line)
+    return found[1] if found else ""
 
 
 def _name(block: str) -> str:
     return "ENTRY" if block.startswith("ENTRY") else block.split(" ", 1)[0]
 
 
-def _called(line: str, computations: dict[str, list[str]]) -> Iterable[tuple[str, int]]:
+def _loops(line: str, computations: dict[str, list[str]]) -> Iterable[tuple[str, int]]:
+    """(body, how often it runs) of a line that is a loop."""
     if loop := _WHILE.search(line):
         known = _KNOWN.search(line)
         yield loop[2], int(known[1]) if known else _trips(computations.get(loop[1], []))
-    elif called := _CALLED.search(line):
-        yield called[1], 1
 
 
 def _branches(line: str) -> list[str]:

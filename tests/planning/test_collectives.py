@@ -39,11 +39,21 @@ TEXT = """HloModule jit_f, is_scheduled=true
   ROOT %reduce-scatter.3 = f32[3]{0} reduce-scatter(%q), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
 }
 
+%async_start (p: f32[2]) -> f32[8] {
+  ROOT %all-gather.4 = f32[8]{0} all-gather(%p), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}
+}
+
+%async_end (p: f32[2]) -> f32[8] {
+  ROOT %all-gather.5 = f32[8]{0} all-gather(%p), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}
+}
+
 ENTRY %main (x: f32[8,4]) -> f32[8,4] {
   %while.1 = (s32[], f32[8,4]) while(%init), condition=%condition, body=%body
   %conditional.1 = f32[3] conditional(%p, %a, %b), true_computation=%quiet, false_computation=%loud
   %start = (bf16[4,256]{1,0}, bf16[4,256]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%z), source_target_pairs={{0,1},{1,0}}
   %done = bf16[4,256]{1,0} collective-permute-done(%start)
+  %begun = (f32[2], f32[8]) fusion(%z), kind=kCustom, calls=%async_start
+  %ended = f32[8] fusion(%begun), kind=kCustom, calls=%async_end
   %self = f32[4] collective-permute(%z), source_target_pairs={{0,0},{1,1}}
   %pair = (f32[2], s8[4]) all-reduce(%a, %b), replica_groups={{0,1}}, to_apply=%add
 }
@@ -58,9 +68,10 @@ def test_a_text() -> None:
         Collective("reduce-scatter", 12, 4): 1,
         Collective("collective-permute", 2048, 2): 1,
         Collective("all-reduce", 12, 2): 1,
+        Collective("all-gather", 32, 4): 1,
     }
     assert by_kind(found)["all-reduce"] == (6, 5 * 128 + 12)
-    assert moved(found) == 5 * 128 + 12 + 5 * 64 * 3 / 4 + 12 * 3 + 2048
+    assert moved(found) == 5 * 128 + 12 + 5 * 64 * 3 / 4 + 12 * 3 + 2048 + 32 * 3 / 4
 
 
 @pytest.mark.parametrize("trips", [1, 6])
