@@ -76,7 +76,7 @@ _CACHES: dict[str, dict[str, tuple[str, ...]]] = {
         "keys": ("slots", "replicated", "heads", "replicated"),
         "updates": ("slots", "replicated", "heads", "replicated"),
         "log_decay": ("slots", "replicated", "heads"),
-        "inputs": ("slots", "replicated", "replicated"),
+        "inputs": ("slots", "replicated", "heads"),
     },
 }
 
@@ -162,7 +162,12 @@ def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
         fields = _CACHES[type(x).__name__]
         if isinstance(x, KVPages) and slots_over_tensor(len(x.keys), slots, mesh):
             fields = {name: _over_slots(axes) for name, axes in fields.items()}
-        return x.replace(**{name: place(axes, getattr(x, name).shape) for name, axes in fields.items()})
+        return x.replace(**{name: place(axes, shape_of(x, name)) for name, axes in fields.items()})
+
+    def shape_of(x: KVPages | DeltaState, name: str) -> tuple[int, ...]:
+        shape: tuple[int, ...] = getattr(x, name).shape
+        # Columns of the convolution lie as those of the projection that they come from, by key heads.
+        return (*shape[:2], x.keys.shape[2]) if name == "inputs" else shape
 
     def place(axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
         sizes = [slots if axis.endswith("slots") else size for axis, size in zip(axes, shape, strict=True)]

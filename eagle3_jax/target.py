@@ -26,7 +26,7 @@ from eagle3_jax.layers.moe import MoE
 from eagle3_jax.layers.norm import RMSNorm
 from eagle3_jax.layers.rope import rotation
 from eagle3_jax.segments import segment_positions
-from eagle3_jax.sharding import attention_axes, pin
+from eagle3_jax.sharding import attention_axes, pin, pin_rows
 from pallas_kernels.attention import causal_attention, paged_attention, write_pages
 
 
@@ -235,9 +235,9 @@ class Target(nnx.Module):
                 aux.append(x)
             with jax.named_scope(f"layer_{i}"):
                 with jax.named_scope("delta_rule" if self.config.layer_types[i] == DELTA else "attention"):
-                    x = x + mixer(i, layer, layer.input_layernorm(x))
+                    x = pin_rows(x + mixer(i, layer, layer.input_layernorm(x)))
                 with jax.named_scope("mlp"):
-                    x = x + layer.mlp(layer.post_attention_layernorm(x))
+                    x = pin_rows(x + layer.mlp(layer.post_attention_layernorm(x)))
         if self.config.num_layers in wanted:
             aux.append(x)
         if len(aux) != len(wanted):

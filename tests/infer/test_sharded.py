@@ -72,6 +72,7 @@ def check_layout(engine: Engine, shape: MeshShape) -> None:
     assert held(pages.keys) == part(pages.keys, few, over)
     assert held(delta.state) == part(delta.state, slots, tensor if shape.tensor <= 4 else None)
     assert held(delta.keys) == part(delta.keys, slots, None, few)
+    assert held(delta.inputs) == part(delta.inputs, slots, None, few)
     assert held(state.drafter.layers[0].values) == part(state.drafter.layers[0].values, few, over)
     assert all(x.sharding.is_fully_replicated for x in (state.tokens, state.lengths, state.active, state.codes))
 
@@ -87,7 +88,7 @@ def part(x: jax.Array, *axes: str | None) -> tuple[int, ...]:
 def check_program(engine: Engine, shape: MeshShape) -> None:
     """The cycle as compiled: sums over the axes that cut products, and no matrix gathered whole."""
     limit, idle = np.int32(4), np.bool_(False)
-    text = engine._decode.lower(engine._leaves, engine._state, limit, idle).compile().as_text()
+    text = engine._decode.lower(engine._leaves, engine._state, limit, idle, None).compile().as_text()
     assert re.search(r" all-reduce(-start)?\(", text)
     gathered = {tuple(map(int, m[1].split(","))) for m in re.finditer(r"\[([\d,]+)\]\S* all-gather(?:-start)?\(", text)}
     matrices = {x.shape for leaves in engine._leaves for x in leaves if x.ndim > 1}
