@@ -34,6 +34,11 @@ MATRICES = re.compile(
 FEW_ROWS = 64
 """Up to so many, products of single blocks of 128 inputs are fewer bytes than a matrix written out and read again."""
 
+_LANES = 128  # columns of a TPU's tile
+_BY_OUTPUT = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
@@ -165,17 +170,28 @@ def ragged_dot(x: Array, w: Matrix, group_sizes: Array, dtype: DTypeLike | None 
     """
     dtype = dtype or x.dtype
     if not isinstance(w, Quantized):
-        return jax.lax.ragged_dot(x, w, group_sizes, preferred_element_type=dtype)
+        return _groups(x, w, group_sizes, dtype)
     w = held(w, x)
     if w.scale.shape[-2] > 1:
-        return jax.lax.ragged_dot(x, w.dequantize(x.dtype), group_sizes, preferred_element_type=dtype)
+        return _groups(x, w.dequantize(x.dtype), group_sizes, dtype)
     direct = w.values.dtype == jnp.int8 and x.dtype == jnp.bfloat16
     # The direct product is exact but for its sum, and is not to be had at any other precision.
     precision = jax.lax.Precision.DEFAULT if direct else None
     values = w.values if direct else w.values.astype(x.dtype)
-    y = jax.lax.ragged_dot(x, values, group_sizes, precision, jnp.float32)
+    y = _groups(x, values, group_sizes, jnp.float32, precision)
     scale = jnp.repeat(w.scale[:, 0], group_sizes, axis=0, total_repeat_length=len(x))
     return (y * scale).astype(dtype)
+
+
+def _groups(x: Array, w: Array, sizes: Array, dtype: DTypeLike, precision: jax.lax.Precision | None = None) -> Array:
+    """The product itself. Matrices whose outputs do not fill a TPU's tiles lie on their side there, and are read so:
+    otherwise XLA would turn, and thereby pad, every one of them before it begins."""
+    how: dict[str, Any] = {"precision": precision, "preferred_element_type": dtype}
+    plain = lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes, **how)
+    if w.shape[-1] % _LANES == 0 or w.shape[-2] % _LANES:
+        return plain(x, w, sizes)
+    turned = lambda x, w, sizes: jax.lax.ragged_dot_general(x, jnp.swapaxes(w, 1, 2), sizes, _BY_OUTPUT, **how)
+    return jax.lax.platform_dependent(x, w, sizes, tpu=turned, default=plain)
 
 
 def matrix(owner: Any, name: str) -> Matrix:

@@ -116,11 +116,15 @@ def count_weights(
 
 def _tiled(shape: tuple[int, ...], itemsize: int) -> int:
     """Elements as a TPU lays them out, in tiles of 8 x 128 words: slivers of a matrix take as much room as tiles, which
-    are lower for an array of few rows."""
+    are lower for an array of few rows. The compiler turns a matrix on its side where that takes less."""
     if len(shape) < 2:
         return math.prod(shape)
-    rows, columns = min(32 // itemsize, 1 << (shape[-2] - 1).bit_length()), 128
-    return math.prod(shape[:-2]) * -(-shape[-2] // rows) * rows * -(-shape[-1] // columns) * columns
+
+    def area(rows: int, columns: int) -> int:
+        height = min(32 // itemsize, 1 << (rows - 1).bit_length())
+        return -(-rows // height) * height * -(-columns // 128) * 128
+
+    return math.prod(shape[:-2]) * min(area(*shape[-2:]), area(*shape[:-3:-1]))
 
 
 @functools.lru_cache(maxsize=32)

@@ -154,6 +154,17 @@ def test_a_tpu_reads_experts_in_int8_as_they_are(dtype: Any) -> None:
     assert dtype == jnp.float32 or found < 2**20
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_a_tpu_reads_narrow_experts_as_they_are(dtype: Any) -> None:
+    """64 outputs where a tile has 128 columns, as on a device that has an eighth of 512 features: no padded copies."""
+    stored = jax.ShapeDtypeStruct((16, 512, 64), jnp.bfloat16)
+    if dtype == jnp.int8:
+        stored = jax.eval_shape(lambda w: quantize(w, QUANTIZATIONS["int8"]), stored)
+    x, sizes = jax.ShapeDtypeStruct((32, 512), jnp.bfloat16), jax.ShapeDtypeStruct((16,), jnp.int32)
+    with jax.default_matmul_precision("default"):
+        assert written_out(ragged_dot, x, stored, sizes) < 2**19
+
+
 LEFT = {
     "embed_tokens.weight", "lm_head.kernel", "norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight",
     "q_norm.weight", "k_norm.weight", "conv1d.weight", "A_log", "dt_bias", "in_proj_a.kernel", "in_proj_b.kernel",
