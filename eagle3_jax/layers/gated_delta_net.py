@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from eagle3_jax.cache import DeltaState
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.layers.linear import Linear
 from eagle3_jax.layers.merged import MergedLinear, merge, project
-from eagle3_jax.layers.norm import GatedRMSNorm, l2_normed
+from eagle3_jax.layers.norm import GatedRMSNorm
 from pallas_kernels import gated_delta
 from pallas_kernels.causal_conv import causal_conv
 
@@ -29,14 +29,9 @@ class ShortConv(nnx.Module):
         return causal_conv(inputs, self.weight[...], segment_ids)
 
 
-class DeltaInputs(NamedTuple):
-    """What the delta rule takes, all float32: q, k [B,T,Hk,dk], v [B,T,Hv,dv], g, beta [B,T,Hv]."""
-
-    q: Array
-    k: Array
-    v: Array
-    g: Array
-    beta: Array
+class _Keys(TypedDict):
+    key_heads: int
+    key_width: int
 
 
 class Projections(NamedTuple):
@@ -74,7 +69,8 @@ class GatedDeltaNet(nnx.Module):
         """x [B,T,D] from an empty state. `valid` [B,T] is False on right padding; `segment_ids` [B,T] start anew."""
         p = self._project(x)
         tail = jnp.zeros((x.shape[0], self.config.linear_conv_kernel_dim - 1, p.qkv.shape[-1]), p.qkv.dtype)
-        mixed = self._inputs(p, self.conv1d(jnp.concatenate([tail, p.qkv], axis=1), segment_ids), valid)
+        convolved = self.conv1d(jnp.concatenate([tail, p.qkv], axis=1), segment_ids)
+        mixed = gated_delta.prepared(convolved, self._gates(p), valid, **self._keys)
         out, _ = gated_delta.chunked(*mixed, self._zero_state(x.shape[0]), segment_ids=segment_ids)
         return self._finish(p, out)
 
@@ -83,7 +79,7 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Array, DeltaState]:
         """A chunk of prompt: commits what was pending, then the chunk's first `num_valid` [B] tokens."""
         p = self._project(x)
-        history, mixed = self._begin(p, valid, pending, past)
+        history, mixed = self._inputs(p, valid, pending, past, implementation="reference")
         state = gated_delta.fold(past.state, *_pending(past, pending))
         out, state = gated_delta.chunked(*mixed, state)
         tail = _rows(history, num_valid, self.config.linear_conv_kernel_dim - 1)
@@ -93,7 +89,7 @@ class GatedDeltaNet(nnx.Module):
     def window(self, x: Array, valid: Array, pending: Array, past: DeltaState) -> tuple[Array, DeltaState]:
         """Tokens that verification has yet to accept: folds in what was pending, leaves the window itself pending."""
         p = self._project(x)
-        history, mixed = self._begin(p, valid, pending, past)
+        history, mixed = self._inputs(p, valid, pending, past)
         out, updates, state = gated_delta.step(past.state, _pending(past, pending), *mixed)
         return self._finish(p, out), DeltaState(state, mixed.k, updates, mixed.g, history)
 
@@ -101,22 +97,20 @@ class GatedDeltaNet(nnx.Module):
         maps = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
         return Projections(*project(x, self.in_proj, *maps))
 
-    def _begin(self, p: Projections, valid: Array, pending: Array, past: DeltaState) -> tuple[Array, DeltaInputs]:
-        tail = _rows(past.inputs, pending, self.config.linear_conv_kernel_dim - 1)
-        history = jnp.concatenate([tail, p.qkv], axis=1)
-        return history, self._inputs(p, self.conv1d(history), valid)
+    def _inputs(
+        self, p: Projections, valid: Array, pending: Array, past: DeltaState, implementation: str | None = None
+    ) -> tuple[Array, gated_delta.Inputs]:
+        return gated_delta.inputs(
+            past.inputs, pending, p.qkv, self._gates(p), valid, self.conv1d.weight[...], **self._keys,
+            implementation=implementation,
+        )  # fmt: skip
 
-    def _inputs(self, p: Projections, qkv: Array, valid: Array | None) -> DeltaInputs:
-        c = self.config
-        q, k, v = jnp.split(qkv, [c.linear_key_dim, 2 * c.linear_key_dim], axis=-1)
-        q, k = (l2_normed(y.reshape(*y.shape[:2], c.linear_num_key_heads, c.linear_key_head_dim)) for y in (q, k))
-        v = v.reshape(*v.shape[:2], c.linear_num_value_heads, c.linear_value_head_dim).astype(jnp.float32)
-        rate = jax.nn.softplus(p.a.astype(jnp.float32) + self.dt_bias[...].reshape(1, 1, -1))
-        g = -jnp.exp(self.A_log[...]).reshape(1, 1, -1) * rate
-        beta = jax.nn.sigmoid(p.b.astype(jnp.float32))
-        if valid is not None:
-            g, beta = (jnp.where(valid[..., None], y, 0.0) for y in (g, beta))
-        return DeltaInputs(q * c.linear_key_head_dim**-0.5, k, v, g, beta)
+    def _gates(self, p: Projections) -> gated_delta.Gates:
+        return gated_delta.Gates(p.a, p.b, self.A_log[...], self.dt_bias[...])
+
+    @property
+    def _keys(self) -> _Keys:
+        return {"key_heads": self.config.linear_num_key_heads, "key_width": self.config.linear_key_head_dim}
 
     def _finish(self, p: Projections, out: Array) -> Array:
         return self.out_proj(self.norm(out, p.z.reshape(out.shape)).reshape(*out.shape[:2], -1))

@@ -14,12 +14,6 @@ def _normed(x: Array, eps: float) -> Array:
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
 
 
-def l2_normed(x: Array, eps: float = 1e-6) -> Array:
-    """x / sqrt(sum x^2 + eps) in float32, as in flash-linear-attention."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + eps)
-
-
 def _broadcast(weight: Array, ndim: int) -> Array:
     return weight.astype(jnp.float32).reshape((1,) * (ndim - 1) + (-1,))
 

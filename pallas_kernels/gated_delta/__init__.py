@@ -16,10 +16,10 @@ from jax import Array
 
 from pallas_kernels import dispatch, proof
 from pallas_kernels.gated_delta import inputs_reference, reference
-from pallas_kernels.gated_delta.inputs_reference import Gates, Inputs
+from pallas_kernels.gated_delta.inputs_reference import Gates, Inputs, prepared
 from pallas_kernels.gated_delta.reference import Pending, fold, path, recurrent, window
 
-__all__ = ["Gates", "Inputs", "Pending", "chunked", "fold", "inputs", "path", "recurrent", "step", "window"]
+__all__ = ["Gates", "Inputs", "Pending", "chunked", "fold", "inputs", "path", "prepared", "recurrent", "step", "window"]
 
 
 def chunked(

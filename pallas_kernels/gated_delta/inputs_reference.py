@@ -45,17 +45,23 @@ def inputs(
       qkv: [B,W,C or more], of which the first C count. valid: [B,W] bool, False on padding.
       weight: [L,C], oldest tap first.
     """
-    batch, window, heads = gates.a.shape
     before = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, weight.shape[0] - 1))(past, start)
     history = jnp.concatenate([before, qkv[..., : weight.shape[1]]], axis=1)
+    return history, prepared(causal_conv(history, weight), gates, valid, key_heads=key_heads, key_width=key_width)
+
+
+def prepared(convolved: Array, gates: Gates, valid: Array | None, *, key_heads: int, key_width: int) -> Inputs:
+    """`Inputs` of what leaves the convolution [B,T,C]; `valid` [B,T] None: all of it."""
+    batch, tokens, heads = gates.a.shape
     width = key_heads * key_width
-    q, k, v = jnp.split(causal_conv(history, weight), [width, 2 * width], axis=-1)
-    q, k = (_unit(x.reshape(batch, window, key_heads, key_width)) for x in (q, k))
+    q, k, v = jnp.split(convolved, [width, 2 * width], axis=-1)
+    q, k = (_unit(x.reshape(batch, tokens, key_heads, key_width)) for x in (q, k))
     rate = jax.nn.softplus(gates.a.astype(jnp.float32) + gates.dt_bias[None, None])
     g, beta = -jnp.exp(gates.a_log)[None, None] * rate, jax.nn.sigmoid(gates.b.astype(jnp.float32))
-    g, beta = (jnp.where(valid[..., None], x, 0.0) for x in (g, beta))
-    v = v.reshape(batch, window, heads, -1).astype(jnp.float32)
-    return history, Inputs(q * key_width**-0.5, k, v, g, beta)
+    if valid is not None:
+        g, beta = (jnp.where(valid[..., None], x, 0.0) for x in (g, beta))
+    v = v.reshape(batch, tokens, heads, -1).astype(jnp.float32)
+    return Inputs(q * key_width**-0.5, k, v, g, beta)
 
 
 def _unit(x: Array) -> Array:
