@@ -70,6 +70,23 @@ class Cache(_Replace):
         """The same pools under another table, [B, pages_per_slot] int32, which need not be the identity."""
         return self.replace(page_table=page_table, contiguous=False)
 
+    def take(self, slots: Array) -> Cache:
+        """The cache of some `slots` [n] int32 alone; pools stay whole, and their pages are found by the table."""
+        rows = lambda x: jnp.take(x, slots, axis=0, mode="clip")
+        layers = (jax.tree.map(rows, layer) if isinstance(layer, DeltaState) else layer for layer in self.layers)
+        return Cache(tuple(layers), rows(self.page_table), rows(self.lengths), rows(self.pending))
+
+    def put(self, slots: Array, part: Cache) -> Cache:
+        """Puts what `take` gave back in its place; slots that do not exist are dropped."""
+        rows = lambda old, new: old.at[slots].set(new, mode="drop")
+        layers = (
+            jax.tree.map(rows, old, new) if isinstance(old, DeltaState) else new
+            for old, new in zip(self.layers, part.layers, strict=True)
+        )
+        return self.replace(
+            layers=tuple(layers), lengths=rows(self.lengths, part.lengths), pending=rows(self.pending, part.pending)
+        )
+
     def reset(self, slots: Array) -> Cache:
         """Empties the slots where `slots` [B] is True.
 

@@ -25,6 +25,7 @@ from eagle3_jax.layers.mlp import MLP
 from eagle3_jax.layers.moe import MoE
 from eagle3_jax.layers.norm import RMSNorm
 from eagle3_jax.layers.rope import rotation
+from eagle3_jax.per_device import divides, per_device
 from eagle3_jax.segments import segment_positions
 from eagle3_jax.sharding import attention_axes, pin, pin_rows
 from pallas_kernels.attention import causal_attention, paged_attention, write_pages
@@ -250,18 +251,33 @@ def attend_pages(
 ) -> tuple[Array, KVPages]:
     """Writes k and v [B,T,K,H] at `positions` of one layer's pages, then lets q see up to its own position.
 
-    On a mesh all of it is held to where the cache lies: what moves between devices is queries and results.
+    On a mesh all of it is held to where the cache lies, and each device does its part: what moves between devices is
+    queries and results.
     """
     by_heads = ("slots", "replicated", "heads", "replicated")  # as the projections around this have it
     slots, heads = attention_axes(pages.keys.shape[0], cache.lengths.shape[0])
     rows, stored = (slots, "replicated", heads, "replicated"), (heads, slots, "replicated", "replicated")
     q, k, v = (pin(pin(x, *by_heads), *rows) for x in (q, k, v))
-    keys, values = (
-        pin(write_pages(old, new, cache.page_table, positions, valid), *stored)
-        for old, new in ((pages.keys, k), (pages.values, v))
-    )
-    out = pin(paged_attention(q, keys, values, cache.page_table, positions, contiguous=cache.contiguous), *rows)
-    return pin(out, *by_heads), KVPages(keys, values)
+    args = (q, k, v, pages.keys, pages.values, cache.page_table, positions, valid)
+    attend = partial(_write_and_attend, contiguous=cache.contiguous)
+    if divides(heads, pages.keys.shape[0]) and divides(slots, len(q)) and cache.contiguous:
+        table = (slots, "replicated")
+        inputs = (rows, rows, rows, stored, stored, table, table, table)
+        out, keys, values = per_device(attend, args, inputs, (rows, stored, stored))
+    else:
+        out, keys, values = attend(*args)
+    keys, values = pin(keys, *stored), pin(values, *stored)
+    return pin(pin(out, *rows), *by_heads), KVPages(keys, values)
+
+
+def _write_and_attend(
+    q: Array, k: Array, v: Array, keys: Array, values: Array, table: Array, positions: Array, valid: Array,
+    *, contiguous: bool,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    if contiguous:  # also where these are some of the slots, and their pages some of the pages
+        table = jnp.arange(table.size, dtype=table.dtype).reshape(table.shape)
+    keys, values = (write_pages(old, new, table, positions, valid) for old, new in ((keys, k), (values, v)))
+    return paged_attention(q, keys, values, table, positions, contiguous=contiguous), keys, values
 
 
 def _take(x: Array, order: Array) -> Array:

@@ -82,9 +82,34 @@ class DecodeState:
         """[B] bool: slots whose prompt is not wholly in the cache yet."""
         return self.target.lengths < self.prompt_lengths
 
+    def take(self, slots: Array) -> DecodeState:
+        """The state of some `slots` [n] int32 alone; those that do not exist are idle."""
+        rows = lambda x: x.take(slots) if _is_cache(x) else jnp.take(x, slots, axis=0, mode="clip")
+        part: DecodeState = jax.tree.map(rows, self, is_leaf=_is_cache)
+        real = slots < self.lengths.shape[0]
+        return dataclasses.replace(part, prompt_lengths=jnp.where(real, part.prompt_lengths, 0))
 
-def prefill(target: Target, drafter: Eagle3 | None, state: DecodeState, chunk: int) -> DecodeState:
-    """Takes in the next `chunk` prompt tokens of every slot that has any; slots at their end get their first token."""
+    def put(self, slots: Array, part: DecodeState) -> DecodeState:
+        """Puts what `take` gave back in its place."""
+        rows = lambda old, new: old.put(slots, new) if _is_cache(old) else old.at[slots].set(new, mode="drop")
+        whole: DecodeState = jax.tree.map(rows, self, part, is_leaf=_is_cache)
+        return whole
+
+
+def _is_cache(x: Any) -> bool:
+    return isinstance(x, Cache)
+
+
+def prefill(
+    target: Target, drafter: Eagle3 | None, state: DecodeState, chunk: int, slots: Array | None = None
+) -> DecodeState:
+    """Takes in the next `chunk` prompt tokens of every slot that has any; slots at their end get their first token.
+
+    slots: [n] int32, to look at these alone (others cost as much as those with a prompt do). Those that do not exist
+    fill up the number that a program was compiled for.
+    """
+    if slots is not None:
+        return state.put(slots, prefill(target, drafter, state.take(slots), chunk))
     done = state.target.lengths
     count = jnp.where(state.prefilling, jnp.clip(state.prompt_lengths - done, 0, chunk), 0)
     last = state.prefilling & (done + count == state.prompt_lengths)

@@ -35,6 +35,7 @@ Weights = tuple[list[Array], ...]
 
 REASONS = {0: None, 1: "stop", 2: "length"}
 _CHUNKS = (16, 64, 256, 1024)
+_FEWEST_ROWS = 16  # of a prefill pass: fewer would not be faster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +102,9 @@ class Engine:
             built = [join(graph, tree, leaves) for (graph, _, tree), leaves in zip(parts, weights, strict=True)]
             return built[0], (built[1] if len(built) > 1 else None)
 
-        def prefill_step(weights: Weights, state: DecodeState, chunk: int) -> DecodeState:
+        def prefill_step(weights: Weights, state: DecodeState, chunk: int, slots: Array | None) -> DecodeState:
             with matmul_precision(dtype), laid_out(mesh, "slots"), dispatch.using(config.kernels):
-                return prefill(*models(weights), state, chunk)
+                return prefill(*models(weights), state, chunk, slots)
 
         def decode_step(
             weights: Weights, state: DecodeState, limit: Array, yield_slots: Array, asks: Asks
@@ -187,9 +188,25 @@ class Engine:
             asks = features(request.sampling, len(request.token_ids))
             self._slots[i] = _Slot(request.request_id, len(request.token_ids), asks)
         self._state = self._admit(self._state, *_rows(batch, self.config, self._state.tokens.shape))
-        for chunk in self.prefill_chunks(max(len(request.token_ids) for request in batch.values())):
-            self._state = self._prefill(self._leaves, self._state, chunk)
+        for slots, longest in self._prefill_groups(batch):
+            for chunk in self.prefill_chunks(longest):
+                self._state = self._prefill(self._leaves, self._state, chunk, slots)
         return True
+
+    def _prefill_groups(self, batch: dict[int, _Request]) -> list[tuple[np.ndarray | None, int]]:
+        """Slots to take in together, prompts of like length, and the longest of these; None for all the slots.
+
+        A pass costs what its rows cost, with or without a prompt, and each number of rows is a program of its own: so
+        there is one number, a quarter of the slots, since admission waits for as many.
+        """
+        lengths = {i: len(request.token_ids) for i, request in batch.items()}
+        rows = max(_FEWEST_ROWS, -(-len(self._slots) // 4))
+        if self.mesh is not None or rows >= len(self._slots):
+            return [(None, max(lengths.values()))]
+        ordered = sorted(lengths, key=lambda i: lengths[i])
+        groups = [ordered[i : i + rows] for i in range(0, len(ordered), rows)]
+        nobody = len(self._slots)
+        return [(np.array(group + [nobody] * (rows - len(group)), np.int32), lengths[group[-1]]) for group in groups]
 
     def prefill_chunks(self, tokens: int) -> list[int]:
         """Lengths of the passes that take in prompts of up to `tokens`: a program is compiled for each length."""

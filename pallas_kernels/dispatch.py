@@ -50,6 +50,16 @@ def spread() -> Iterator[None]:
         _spread.reset(token)
 
 
+@contextlib.contextmanager
+def whole() -> Iterator[None]:
+    """Inside `spread`: operations traced inside see one device's part (`jax.shard_map`), and kernels can run again."""
+    token = _spread.set(False)
+    try:
+        yield
+    finally:
+        _spread.reset(token)
+
+
 def fallbacks() -> dict[str, str]:
     """Operation -> why the preferred kernel last gave way to the reference."""
     return dict(_fallbacks)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from eagle3_jax.config import TargetConfig
 from eagle3_jax.layers.linear import Linear
 from eagle3_jax.layers.merged import MergedLinear, merge, project
 from eagle3_jax.layers.norm import GatedRMSNorm
+from eagle3_jax.per_device import Axes, divides, per_device
 from pallas_kernels import gated_delta
 from pallas_kernels.causal_conv import causal_conv
 
@@ -27,6 +29,14 @@ class ShortConv(nnx.Module):
 
     def __call__(self, inputs: Array, segment_ids: Array | None = None) -> Array:
         return causal_conv(inputs, self.weight[...], segment_ids)
+
+
+# Logical axes of what the delta rule takes and gives.
+_SLOTS: Axes = ("slots",)
+_STATE: Axes = ("slots", "heads", "replicated", "replicated")
+_VECTORS: Axes = ("slots", "replicated", "heads", "replicated")
+_NUMBERS: Axes = ("slots", "replicated", "heads")
+_MIXED = (_VECTORS, _VECTORS, _VECTORS, _NUMBERS, _NUMBERS)
 
 
 class _Keys(TypedDict):
@@ -81,7 +91,7 @@ class GatedDeltaNet(nnx.Module):
         p = self._project(x)
         history, mixed = self._inputs(p, valid, pending, past, implementation="reference")
         state = gated_delta.fold(past.state, *_pending(past, pending))
-        out, state = gated_delta.chunked(*mixed, state)
+        out, state = _on_each_device(gated_delta.chunked, (*mixed, state), (*_MIXED, _STATE), (_VECTORS, _STATE))
         tail = _rows(history, num_valid, self.config.linear_conv_kernel_dim - 1)
         inputs = jnp.pad(tail, [(0, 0), (0, past.inputs.shape[1] - tail.shape[1]), (0, 0)])
         return self._finish(p, out), past.replace(state=state, inputs=inputs)
@@ -90,7 +100,10 @@ class GatedDeltaNet(nnx.Module):
         """Tokens that verification has yet to accept: folds in what was pending, leaves the window itself pending."""
         p = self._project(x)
         history, mixed = self._inputs(p, valid, pending, past)
-        out, updates, state = gated_delta.step(past.state, _pending(past, pending), *mixed)
+        old = _pending(past, pending)
+        held = (past.state, old.keys, old.updates, old.log_decay, old.accepted)
+        axes = (_STATE, _VECTORS, _VECTORS, _NUMBERS, _SLOTS, *_MIXED)
+        out, updates, state = _on_each_device(_step, (*held, *mixed), axes, (_VECTORS, _VECTORS, _STATE))
         return self._finish(p, out), DeltaState(state, mixed.k, updates, mixed.g, history)
 
     def _project(self, x: Array) -> Projections:
@@ -118,6 +131,19 @@ class GatedDeltaNet(nnx.Module):
     def _zero_state(self, batch: int) -> Array:
         c = self.config
         return jnp.zeros((batch, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim), jnp.float32)
+
+
+def _step(state: Array, keys: Array, updates: Array, log_decay: Array, accepted: Array, *mixed: Array) -> Any:
+    return gated_delta.step(state, gated_delta.Pending(keys, updates, log_decay, accepted), *mixed)
+
+
+def _on_each_device(
+    rule: Callable[..., Any], args: tuple[Array, ...], inputs: tuple[Axes, ...], outputs: tuple[Axes, ...]
+) -> Any:
+    """`rule` by slots and heads, if these divide: then each device has the key heads of its value heads."""
+    vectors = [x for x, axes in zip(args, inputs, strict=True) if axes == _VECTORS]
+    whole = all(divides("slots", len(x)) and divides("heads", x.shape[2]) for x in vectors)
+    return per_device(rule, args, inputs, outputs) if whole else rule(*args)
 
 
 def _pending(past: DeltaState, accepted: Array) -> gated_delta.Pending:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -115,18 +116,30 @@ def test_alone_or_in_a_batch() -> None:
     assert alone.tokens == reference("qwen3_5")[2].tokens
 
 
-def test_drafts_do_not_depend_on_chunks_slots_or_syncs() -> None:
+def test_drafts_do_not_depend_on_chunks_slots_or_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only the tokens but which drafts were accepted: the head's features cross chunks and wait for neighbours."""
+    monkeypatch.setattr("infer.engine._FEWEST_ROWS", 2)  # of five slots, prompts are taken in two at a time
     model = family_target("qwen3_5")
     head = tiny.drafter(model.config)
     loud = [SamplingParams(temperature=2.0, max_tokens=24, seed=i) for i in range(len(PROMPTS))]
     sizes: list[dict[str, int]] = [
-        {"prefill_chunk": 64, "max_num_seqs": 6},
-        {"prefill_chunk": 7, "max_num_seqs": 2, "cycles_per_sync": 1},
+        {"prefill_chunk": 64, "max_num_seqs": 2},
+        {"prefill_chunk": 7, "max_num_seqs": 5, "cycles_per_sync": 1},
     ]
     want, got = (tiny.answers(tiny.build(model, head, Speculation(3), **size), PROMPTS, loud) for size in sizes)
     assert len(accepted_counts(want)) >= 3
     assert [(a.tokens, a.codes) for a in got] == [(a.tokens, a.codes) for a in want]
+
+
+def test_prompts_are_taken_in_by_groups_of_like_length() -> None:
+    model = family_target("qwen2")
+    engine = tiny.build(model, None, Speculation(), max_num_seqs=80)
+    requests = {i: SimpleNamespace(token_ids=[0] * n) for i, n in enumerate([9, 1, 30] * 8)}
+    found = engine._prefill_groups(requests)
+    assert [longest for _, longest in found] == [30, 30]
+    assert found[0][0].tolist() == [*range(1, 24, 3), *range(0, 24, 3), 2, 5, 8, 11]
+    assert found[1][0].tolist() == [14, 17, 20, 23, *[80] * 16]
+    assert tiny.build(model, None, Speculation(), max_num_seqs=16)._prefill_groups(requests) == [(None, 30)]
 
 
 def test_two_thousand_tokens() -> None:
