@@ -3,9 +3,10 @@
     python -m benchmarks.decode CONFIG.json [--batch 1 8 32 64] [--context 128] [--json OUT]
 
 In one run: (floor) the model's own matrices applied one after another to as many rows, nothing else, and the bytes of
-recurrent state and attention cache at the rate that this reaches; (step) generation without a drafter; (cycle) with
-one, at a synthetic acceptance length; the same with sampling. Every figure is the median over repeated calls of the
-engine's own loop on the device. `--profile` adds where the time goes, for which command buffers must be off
+recurrent state and attention cache (and of the experts that so many rows are likely to meet) at the rate that this
+reaches; (step) generation without a drafter; (cycle) with one, at a synthetic acceptance length; the same with
+sampling. Every figure is the median over repeated calls of the engine's own loop. `--mesh` spreads it over devices.
+`--profile` adds where the time goes, for which command buffers must be off
 (XLA_FLAGS=--xla_gpu_enable_command_buffer=): they hide their kernels from the profiler.
 """
 
@@ -24,17 +25,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 
 from benchmarks.models import head_config, random_model, read_target_config
 from benchmarks.profiling import by_kind, by_scope, profile
 from eagle3_jax.cache import DeltaState, KVPages
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.drafters.eagle3 import Eagle3
+from eagle3_jax.meshes import parse_mesh
 from eagle3_jax.precision import join, split
 from eagle3_jax.quantization import QUANTIZATIONS, find_quantization, held, quantize_model
+from eagle3_jax.sharding import laid_out
 from eagle3_jax.target import Target
 from infer.cycle import DecodeState, Speculation, prefill, run_cycles
-from infer.engine import EngineConfig, empty_state
+from infer.engine import EngineConfig, empty_state, state_shardings
 from pallas_kernels import dispatch
 from pallas_kernels.verification import Feature
 
@@ -73,13 +77,17 @@ class Case:
 class Models:
     """A target and its head, taken apart for jit."""
 
-    def __init__(self, target: TargetConfig, draft: DraftConfig, dtype: Any, quantization: str | None = None) -> None:
-        self.target_config, self.draft_config = target, draft
-        model = random_model(Target, target, dtype)
+    def __init__(
+        self, target: TargetConfig, draft: DraftConfig, dtype: Any, quantization: str | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:  # fmt: skip
+        self.target_config, self.draft_config, self.mesh = target, draft, mesh
+        model = random_model(Target, target, dtype, mesh=mesh)
         if quantization is not None:
             quantize_model(model, find_quantization(quantization))
-        model.merge_projections()
-        self.parts = [split(model), split(random_model(Eagle3, draft, dtype))]
+        if mesh is None:
+            model.merge_projections()
+        self.parts = [split(model), split(random_model(Eagle3, draft, dtype, mesh=mesh))]
 
     def leaves(self, case: Case) -> list[list[Array]]:
         return [leaves for _, leaves, _ in self.parts[: 2 if case.num_drafts else 1]]
@@ -90,7 +98,12 @@ class Models:
 
     def state(self, case: Case) -> DecodeState:
         """Every slot in the middle of generating, `context` tokens known."""
-        return jax.jit(lambda: self._state(case))()
+        return jax.jit(lambda: self._state(case), **self._places(case))()
+
+    def _places(self, case: Case) -> dict[str, Any]:
+        if self.mesh is None:
+            return {}
+        return {"out_shardings": state_shardings(jax.eval_shape(lambda: self._state(case)), self.mesh)}
 
     def _state(self, case: Case) -> DecodeState:
         draft = self.draft_config if case.num_drafts else None
@@ -108,11 +121,15 @@ class Models:
     def compile(self, case: Case, implementation: str | None = None) -> Any:
         def decode(leaves: list[list[Array]], state: DecodeState) -> DecodeState:
             start, limit = self.join(leaves), jnp.int32(CYCLES)
-            return run_cycles(*start, state, case.speculation, limit, jnp.bool_(False), case.asks)
+            with laid_out(self.mesh, "slots"):
+                return run_cycles(*start, state, case.speculation, limit, jnp.bool_(False), case.asks)
 
-        state = jax.eval_shape(lambda: self.state(case))
+        places = self._places(case)
+        state = jax.eval_shape(lambda: self._state(case))
+        if places:
+            state = jax.tree.map(lambda x, at: x.update(sharding=at), state, places["out_shardings"])
         with dispatch.using(implementation) if implementation else contextlib.nullcontext():
-            lowered = jax.jit(decode, donate_argnums=1).lower(self.leaves(case), state)
+            lowered = jax.jit(decode, donate_argnums=1, **places).lower(self.leaves(case), state)
         return lowered.compile()
 
 
@@ -162,22 +179,42 @@ def milliseconds(run: Any, argument: Any, calls: int) -> tuple[float, Any]:
 
 
 def floor(models: Models, batch: int, context: int) -> dict[str, float]:
-    """Time of the chain, its rate, and the time with the bytes of state and cache at that rate."""
+    """Time of the chain, its rate, and the time with the bytes of state and cache at that rate; of one device of many.
+
+    On a mesh each device multiplies its own parts, and nothing is passed between them.
+    """
     weights = matrices(models.parts[0][1])
     if not models.target_config.tie_word_embeddings:  # the table of embeddings is not multiplied by
         weights = [w for w in weights if w.shape != (models.target_config.vocab_size, models.target_config.hidden_size)]
     # The loop's steps depend on one another, so that no product is taken out of it.
     again = lambda x, ws: _fit(chain(x, ws), x.shape[1]) * 0 + x
-    many = jax.jit(lambda x, ws: jax.lax.fori_loop(0, CYCLES, lambda _, x: again(x, ws), x))
+    many = lambda x, ws: jax.lax.fori_loop(0, CYCLES, lambda _, x: again(x, ws), x)
+    if models.mesh is not None:
+        specs: Any = PartitionSpec(), [w.sharding.spec for w in weights]  # type: ignore[attr-defined]
+        many = jax.shard_map(many, mesh=models.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
     x = jnp.ones((batch, models.target_config.hidden_size), jnp.bfloat16)
-    time_ms, _ = milliseconds(lambda x: many(x, weights), x, CYCLES)
-    size = sum(w.nbytes for w in weights)
-    state = jax.eval_shape(lambda: models.state(Case(batch, context)))
-    extra = cache_bytes(state, context)
+    run = jax.jit(many)
+    time_ms, _ = milliseconds(lambda x: run(x, weights), x, CYCLES)
+    size = sum(_local_bytes(w) for w in weights)
+    extra = cache_bytes(jax.eval_shape(lambda: models._state(Case(batch, context))), context)
+    if models.mesh is not None:
+        extra //= models.mesh.shape["data"] * models.mesh.shape["tensor"]
+    extra += expert_bytes(models, batch)
     return {
         "chain_ms": time_ms, "weight_bytes": size, "cache_bytes": extra, "terabytes_per_second": size / time_ms / 1e9,
         "floor_ms": time_ms * (size + extra) / size,
     }  # fmt: skip
+
+
+def expert_bytes(models: Models, rows: int) -> int:
+    """Of one device, if each row chooses its experts without regard to the others."""
+    c = models.target_config
+    experts = sum(_local_bytes(w) for w in models.parts[0][1] if w.ndim == 3 and w.shape[0] == c.num_experts)
+    return int(experts * (1 - (1 - c.num_experts_per_tok / c.num_experts) ** rows)) if experts else 0
+
+
+def _local_bytes(x: Array) -> int:
+    return x.addressable_shards[0].data.nbytes
 
 
 def measure(models: Models, case: Case, compiled: Any, with_profile: bool) -> dict[str, Any]:
@@ -235,18 +272,20 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, nargs="*", default=[])
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--implementation", help="of operations with kernels, see pallas_kernels.dispatch")
+    parser.add_argument("--mesh", help='over devices, as "tp2" or "ep2 tp2"')
     parser.add_argument("--quantization", choices=tuple(QUANTIZATIONS), help="of the target's matrices")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     started = time.perf_counter()
     target = read_target_config(args.config)
-    models = Models(target, head_config(target), jnp.bfloat16, args.quantization)
+    mesh = parse_mesh(args.mesh).mesh() if args.mesh else None
+    models = Models(target, head_config(target), jnp.bfloat16, args.quantization, mesh)
     rows = cases(args)
     with ThreadPoolExecutor() as pool:  # XLA compiles outside of Python's lock
         compiled = list(pool.map(lambda case: models.compile(case, args.implementation), rows))
     report: dict[str, Any] = {
-        "config": args.config.name, "device": jax.devices()[0].device_kind, "jax": jax.__version__,
+        "config": args.config.name, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "mesh": args.mesh,
         "ready_s": time.perf_counter() - started, "floors": {}, "cases": [], "prefill_ms": {},
     }  # fmt: skip
     print(f"{report['device']}, jax {jax.__version__}; made and compiled in {report['ready_s']:.0f} s", flush=True)

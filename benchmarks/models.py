@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig, default_aux_layers
 from eagle3_jax.drafters.eagle3 import Eagle3
+from eagle3_jax.sharding import model_shardings
 from eagle3_jax.target import Target
 
 
@@ -36,21 +39,30 @@ def _aux_layers(num_layers: int) -> tuple[int, ...]:
     return default_aux_layers(num_layers) if num_layers >= 7 else (0, 1, num_layers)
 
 
-def random_model(kind: type[Target] | type[Eagle3], config: Any, dtype: Any, seed: int = 0) -> Any:
-    """A model whose arrays are normal numbers of the scale that keeps a layer's output near its input's."""
+def random_model(
+    kind: type[Target] | type[Eagle3], config: Any, dtype: Any, seed: int = 0, mesh: Mesh | None = None
+) -> Any:
+    """A model whose arrays are normal numbers of the scale that keeps a layer's output near its input's.
+
+    mesh: over which they are made, each device its own part.
+    """
     graph, abstract = nnx.split(nnx.eval_shape(lambda: kind(config, dtype=dtype, rngs=nnx.Rngs(0))))
     leaves, tree = jax.tree.flatten(abstract)
+    places = [None] * len(leaves) if mesh is None else jax.tree.leaves(model_shardings(abstract, mesh, config))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return nnx.merge(graph, jax.tree.unflatten(tree, [_fill(x, key) for x, key in zip(leaves, keys, strict=True)]))
+    filled = [_fill(x, key, place) for x, key, place in zip(leaves, keys, places, strict=True)]
+    return nnx.merge(graph, jax.tree.unflatten(tree, filled))
 
 
-def _fill(like: Any, key: jax.Array) -> jax.Array:
+def _fill(like: Any, key: jax.Array, place: Any) -> jax.Array:
     if jnp.issubdtype(like.dtype, jnp.integer):  # the draft vocabulary
-        return jnp.arange(like.size, dtype=like.dtype)
+        ids = jnp.arange(like.size, dtype=like.dtype)
+        return ids if place is None else jax.device_put(ids, place)
     scale = 0.02 if like.ndim < 2 else like.shape[-2] ** -0.5
-    return _normal(key, like.shape, like.dtype, scale)
+    return _normal(like.shape, like.dtype, scale, place)(key)
 
 
-@jax.jit(static_argnums=(1, 2, 3))
-def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any, scale: float) -> jax.Array:
-    return (jax.random.normal(key, shape, jnp.bfloat16) * scale).astype(dtype)
+@functools.cache
+def _normal(shape: tuple[int, ...], dtype: Any, scale: float, place: Any) -> Any:
+    make = lambda key: (jax.random.normal(key, shape, jnp.bfloat16) * scale).astype(dtype)
+    return jax.jit(make) if place is None else jax.jit(make, out_shardings=place)

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
-OTHER = "other"
+OTHER, COLLECTIVES = "other", "collectives"
+_COLLECTIVE = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)")
 _INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?metadata=\{[^}]*?op_name="([^"]*)"', re.MULTILINE)
 
 
@@ -26,11 +27,12 @@ def profile(run: Callable[[], Any], folder: str | Path | None = None) -> dict[st
 
 
 def kernel_times(folder: Path) -> dict[str, int]:
-    """Nanoseconds by HLO instruction, over every device stream of the newest profile in `folder`."""
+    """Nanoseconds by HLO instruction in the newest profile of `folder`, on average of its devices."""
     times: collections.Counter[str] = collections.Counter()
-    for event in _kernels(folder):
+    planes = list(_planes(folder))
+    for event in (event for plane in planes for event in _kernels(plane)):
         times[_instruction(event)] += int(event.duration_ns)
-    return dict(times)
+    return {name: spent // len(planes) for name, spent in times.items()}
 
 
 def call_times(call: Callable[[], Any], count: int) -> list[float]:
@@ -39,21 +41,25 @@ def call_times(call: Callable[[], Any], count: int) -> list[float]:
         with jax.profiler.trace(where):
             for _ in range(count):
                 jax.block_until_ready(call())
-        events = sorted(_kernels(Path(where)), key=lambda event: event.start_ns)
+        found = [event for plane in _planes(Path(where)) for event in _kernels(plane)]
+        events = sorted(found, key=lambda event: event.start_ns)
     spent, each = [int(event.duration_ns) for event in events], len(events) // count
     if len(spent) % count:  # something else ran in between
         return [sum(spent) / count] * count
     return [float(sum(spent[i * each : (i + 1) * each])) for i in range(count if each else 0)]
 
 
-def _kernels(folder: Path) -> Iterator[Any]:
+def _planes(folder: Path) -> Iterator[Any]:
     newest = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     for plane in ProfileData.from_file(str(newest)).planes:
-        if not plane.name.startswith("/device:"):
-            continue
-        for line in plane.lines:
-            if line.name.startswith("Stream"):  # the other lines tell the same time again, by module and by scope
-                yield from line.events
+        if plane.name.startswith("/device:") and any(True for _ in _kernels(plane)):
+            yield plane
+
+
+def _kernels(plane: Any) -> Iterator[Any]:
+    for line in plane.lines:
+        if line.name.startswith("Stream"):  # the other lines tell the same time again, by module and by scope
+            yield from line.events
 
 
 def _instruction(event: Any) -> str:
@@ -67,12 +73,16 @@ def op_names(hlo_text: str) -> dict[str, str]:
 
 
 def by_scope(times: Mapping[str, int], hlo_text: str, scopes: Sequence[str]) -> dict[str, int]:
-    """Nanoseconds by scope: each kernel counts for the first of `scopes` that its path contains, or else as OTHER."""
+    """Nanoseconds by scope: each kernel counts for the first of `scopes` that its path contains, or else as OTHER.
+
+    What devices do together counts as COLLECTIVES, wherever it stands; on a GPU that is NCCL's time, waiting included.
+    """
     paths = op_names(hlo_text)
     total: collections.Counter[str] = collections.Counter()
     for name, spent in times.items():
         path = paths.get(name, "")
-        total[next((scope for scope in scopes if scope in path), OTHER)] += spent
+        scope = next((scope for scope in scopes if scope in path), OTHER)
+        total[COLLECTIVES if _COLLECTIVE.match(name) else scope] += spent
     return dict(total.most_common())
 
 

@@ -26,11 +26,13 @@ import optax
 from benchmarks.models import head_config, random_model, read_target_config
 from benchmarks.profiling import by_scope, costliest, profile
 from eagle3_jax.drafters.eagle3 import Eagle3
+from eagle3_jax.meshes import parse_mesh
 from eagle3_jax.target import Target
 from pallas_kernels import dispatch
 from train.flops import flops_per_token
+from train.layout import optimizer_shardings
 from train.objective import Objective
-from train.step import Inputs, TrainState, make_model, make_step
+from train.step import Inputs, TrainState, batch_sharding, make_model, make_step
 
 SCOPES = (
     "optimizer", "draft_attention", "draft_step", "loss", "vocabulary", "delta_rule", "attention", "mlp", "target",
@@ -72,6 +74,7 @@ def main() -> None:
     parser.add_argument("--loss", default="kl")
     parser.add_argument("--no-remat", action="store_true")
     parser.add_argument("--implementation", help="of operations with kernels, see pallas_kernels.dispatch")
+    parser.add_argument("--mesh", help='over devices, as "fsdp2"; batch and tokens are those of all of them')
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -83,18 +86,22 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     config = read_target_config(args.config)
-    target = random_model(Target, config, jnp.bfloat16)
-    drafter = random_model(Eagle3, head_config(config), jnp.float32)
+    mesh = parse_mesh(args.mesh).mesh() if args.mesh else None
+    target = random_model(Target, config, jnp.bfloat16, mesh=mesh)
+    drafter = random_model(Eagle3, head_config(config), jnp.float32, mesh=mesh)
     model, params, frozen = make_model(
         target, drafter, num_steps=args.steps, dtype=jnp.bfloat16, remat=not args.no_remat,
-        objective=Objective(args.loss),
+        objective=Objective(args.loss), mesh=mesh,
     )  # fmt: skip
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-4))
-    state = TrainState(params, jax.jit(optimizer.init)(params))
+    where = None if mesh is None else optimizer_shardings(optimizer, params, mesh)
+    state = TrainState(params, jax.jit(optimizer.init, out_shardings=where)(params))
     inputs = random_inputs(args.batch, args.length, config.vocab_size)
+    if mesh is not None:
+        inputs = jax.device_put(inputs, batch_sharding(mesh))
     started = time.perf_counter()
     with dispatch.using(args.implementation) if args.implementation else contextlib.nullcontext():
-        lowered = make_step(model, optimizer).lower(state, frozen, inputs)  # type: ignore[attr-defined]
+        lowered = make_step(model, optimizer, state=state).lower(state, frozen, inputs)  # type: ignore[attr-defined]
     step = lowered.compile()
     compile_s, memory = time.perf_counter() - started, step.memory_analysis()
     print(f"compiled in {compile_s:.0f} s; temporaries {memory.temp_size_in_bytes / 2**30:.1f} GiB", flush=True)
@@ -105,6 +112,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         jax.block_until_ready(metrics.loss)
         times.append(time.perf_counter() - started)
     step_s, rate = statistics.median(times[2:]), matrix_rate(8192 if jax.default_backend() != "cpu" else 256)
+    devices = 1 if mesh is None else mesh.size
     tokens = args.batch * args.length
     each = flops_per_token(config, head_config(config), args.steps, (args.length // SEGMENTS + 1) / 2)
     report: dict[str, Any] = {
@@ -112,7 +120,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "batch": args.batch, "length": args.length, "ttt_steps": args.steps, "compile_s": round(compile_s, 1),
         "temporaries_gib": memory.temp_size_in_bytes / 2**30, "arguments_gib": memory.argument_size_in_bytes / 2**30,
         "step_ms": step_s * 1e3, "tokens_per_second": tokens / step_s, "flops_per_token": each,
-        "matrix_rate": rate, "mfu": each * tokens / step_s / rate, "loss": float(metrics.loss),
+        "matrix_rate": rate, "mfu": each * tokens / step_s / rate / devices, "loss": float(metrics.loss),
+        "mesh": args.mesh, "devices": devices,
     }  # fmt: skip
     print(json.dumps(report), flush=True)
     if args.profile:
