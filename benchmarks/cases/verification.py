@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from benchmarks.cases.case import OURS, Case, Draw, Grid, Sizes, implementations
+from benchmarks.cases.case import KERNEL, OURS, Case, Draw, Grid, Sizes, implementations
 from pallas_kernels import verification
-from pallas_kernels.verification import Asks, Sampling
+from pallas_kernels.verification import Asks, Sampling, thresholds
 
 WINDOW, STOP_IDS = 4, 16
 SAMPLED = "temperature 0.8, top_p 0.95"
@@ -21,6 +21,21 @@ def cases(s: Sizes, g: Grid) -> Iterator[Case]:
     for batch in g.verify_batches:
         yield from (coupled(s, batch, sampled) for sampled in (False, True))
         yield standard(s, batch)
+        yield from (nucleus(batch, *size) for size in ((WINDOW, s.vocab), (1, s.draft_vocab)))
+
+
+def nucleus(batch: int, window: int, vocab: int) -> Case:
+    """The search for top_p 0.95 in the target's logits, or in a draft's."""
+
+    def make(key: Array) -> tuple[Any, ...]:
+        logits = 3 * Draw(key).normal(batch, window, vocab)
+        top = logits.max(-1)
+        return logits, top, 0.95 * jnp.exp(logits - top[..., None]).sum(-1)
+
+    ways = implementations(thresholds.threshold, "reference", KERNEL)
+    shape, size = f"B {batch}, W {window}, V {vocab}", 4 * batch * window * vocab
+    exact = ways["reference"].run
+    return Case("verification.threshold", shape, make, ways, exact, _argmax, bytes=size)
 
 
 def coupled(s: Sizes, batch: int, sampled: bool) -> Case:

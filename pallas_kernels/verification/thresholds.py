@@ -6,9 +6,13 @@ Letters: B batch, W window, V vocabulary. Logits [B,W,V] float32; parameters [B,
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
+
+from pallas_kernels import dispatch, proof
 
 BITS = 4  # of a threshold, found in one sweep over the logits: 8 sweeps of 15 sums each, which XLA fuses
 
@@ -22,8 +26,8 @@ def keep_top_k(logits: Array, top_k: Array) -> Array:
     """The `top_k` likeliest tokens and those that tie with the last of them."""
     vocab_size = logits.shape[-1]
     wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)
-    ordered = ordered_bits(logits)
-    return ordered >= largest_threshold(ordered, lambda kept: kept.sum(-1) >= wanted)[..., None]
+    wanted = jnp.broadcast_to(wanted, logits.shape[:-1]).astype(jnp.float32)
+    return ordered_bits(logits) >= threshold(logits, None, wanted)[..., None]
 
 
 def keep_top_p(logits: Array, top_p: Array) -> Array:
@@ -32,11 +36,36 @@ def keep_top_p(logits: Array, top_p: Array) -> Array:
     A row without top_p keeps even tokens too unlikely to change a float32 sum: what its neighbours ask for must not
     change its text.
     """
-    mass = jnp.exp(logits - logits.max(-1, keepdims=True))
-    wanted = top_p * mass.sum(-1)
-    ordered = ordered_bits(logits)
-    threshold = largest_threshold(ordered, lambda kept: jnp.where(kept, mass, 0.0).sum(-1) >= wanted)
-    return (ordered >= threshold[..., None]) | (top_p == 0)[..., None]
+    top = logits.max(-1)
+    wanted = top_p * jnp.exp(logits - top[..., None]).sum(-1)
+    return (ordered_bits(logits) >= threshold(logits, top, wanted)[..., None]) | (top_p == 0)[..., None]
+
+
+def threshold(logits: Array, top: Array | None, wanted: Array, *, implementation: str | None = None) -> Array:
+    """uint32 [B,W]: the largest t for which the tokens with `ordered_bits` of at least t weigh no less than is wanted.
+
+    Args:
+      logits: [B,W,V] float32. top: [B,W], a token weighs exp(logit - top); None: each weighs 1. wanted: [B,W] float32.
+      implementation: see `pallas_kernels.dispatch`. "gpu" reads the logits once for each of 11 digits; it has been
+        compared with the reference by interpretation, and not been timed.
+    """
+    choice = {"reference": _threshold, "gpu": _threshold_gpu}
+    return dispatch.call("verification.threshold", implementation, choice, logits, top, wanted)
+
+
+def _threshold(logits: Array, top: Array | None, wanted: Array) -> Array:
+    weight = jnp.float32(1) if top is None else jnp.exp(logits - top[..., None])
+    enough = lambda kept: jnp.where(kept, weight, 0.0).sum(-1) >= wanted
+    return largest_threshold(ordered_bits(logits), enough)
+
+
+def _threshold_gpu(*args: Any) -> Array:
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError("this kernel is for GPUs")
+    from pallas_kernels.verification import thresholds_gpu  # Pallas takes a while to import
+
+    proof.require("threshold on this GPU", thresholds_gpu.threshold, _threshold, thresholds_gpu.small_case, rtol=0)
+    return thresholds_gpu.threshold(*args)
 
 
 def ordered_bits(x: Array) -> Array:

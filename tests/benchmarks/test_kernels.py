@@ -51,7 +51,7 @@ def test_every_case_has_an_oracle_of_its_own_shape() -> None:
         got, want = (jax.eval_shape(function, *made) for function in (case.ways["reference"].run, case.exact))
         assert [x.shape for x in jax.tree.leaves(got)] == [x.shape for x in jax.tree.leaves(want)], case
         operations.add(case.operation)
-    assert len(operations) == 11
+    assert len(operations) == 12
     without_delta = all_cases(Sizes(key_heads=0), TINY)
     assert not any(case.operation.startswith(("gated_delta", "causal_conv")) for case in without_delta)
 
@@ -74,7 +74,8 @@ def test_times_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     events = [
         SimpleNamespace(start_ns=start, duration_ns=spent) for start, spent in ((0, 1), (20, 3), (5, 10), (25, 30))
     ]
-    monkeypatch.setattr(profiling, "_kernels", lambda folder: iter(events))
+    monkeypatch.setattr(profiling, "_planes", lambda folder: ["a device"])
+    monkeypatch.setattr(profiling, "_kernels", lambda plane: iter(events))
     monkeypatch.setattr(jax.profiler, "trace", lambda folder: profiling.tempfile.TemporaryDirectory())
     assert profiling.call_times(lambda: None, 2) == [11, 33]
     assert profiling.call_times(lambda: None, 3) == [44 / 3] * 3

@@ -14,6 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 from pallas_kernels.attention import gpu as attention
 from pallas_kernels.gated_delta import Gates, Pending, inputs_gpu
 from pallas_kernels.gated_delta import gpu as gated_delta
+from pallas_kernels.verification import thresholds_gpu
 
 HOPPER = AbstractMesh(
     (1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu")
@@ -47,9 +48,13 @@ def delta_inputs(window: int) -> tuple[Callable[..., Any], Any]:
     return partial(inputs_gpu.inputs, key_heads=KEY_HEADS, key_width=WIDTH), args
 
 
+def thresholds(window: int) -> tuple[Callable[..., Any], Any]:
+    return thresholds_gpu.threshold, (of(window, 248320), of(window), of(window))
+
+
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("kernel", [delta_step, delta_inputs, pages])
+@pytest.mark.parametrize("kernel", [delta_step, delta_inputs, pages, thresholds])
 def test_at_the_shapes_of_a_9b_target(kernel: Any, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     function, arguments = kernel(window)
