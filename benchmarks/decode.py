@@ -249,6 +249,29 @@ def prefill_ms(models: Models, tokens: int, chunk: int) -> float:
     return milliseconds(whole, state, 1)[0]
 
 
+def growth(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """By how much a longer context costs more, beside the time of its keys and values at the floor's rate.
+
+    For each kind of case, from the shortest context to the longest: microseconds for a token of context, those for its
+    bytes of all slots, and the ratio of the two. The bytes are the target's; a head adds those of its layer, K times.
+    """
+    kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for case in report["cases"]:
+        kinds.setdefault(tuple(case[k] for k in ("batch", "num_drafts", "acceptance", "temperature")), []).append(case)
+    found = []
+    for (batch, drafts, acceptance, temperature), same in kinds.items():
+        short, long = (pick(same, key=lambda case: case["context"]) for pick in (min, max))
+        if (tokens := long["context"] - short["context"]) == 0:
+            continue
+        low, high = (report["floors"][f"{batch}x{case['context']}"] for case in (short, long))
+        measured = (long["ms"] - short["ms"]) / tokens * 1e3
+        bytes_each = (high["cache_bytes"] - low["cache_bytes"]) / tokens
+        least = bytes_each / low["terabytes_per_second"] / 1e6
+        kind = {"batch": batch, "num_drafts": drafts, "acceptance": acceptance, "temperature": temperature}
+        found.append({**kind, "us_per_token": measured, "us_by_bytes": least, "ratio": measured / least})
+    return found
+
+
 def cases(args: argparse.Namespace) -> list[Case]:
     found = []
     for context in args.context:
@@ -302,6 +325,9 @@ def main() -> None:
             print(f"        {name:12} {spent:8.3f} ms")
         for kind, spent, count in found.get("kernels", [])[:16]:
             print(f"            {spent:7.3f} {count:4} x {kind[-160:]}", flush=True)
+    report["growth"] = growth(report)
+    for row in report["growth"]:
+        print("context:", _line(row), flush=True)
     for tokens in args.prefill:
         report["prefill_ms"][tokens] = prefill_ms(models, tokens, args.chunk)
         print(f"prefill of {tokens}: {report['prefill_ms'][tokens]:.1f} ms", flush=True)
