@@ -122,7 +122,7 @@ class Models:
         def decode(leaves: list[list[Array]], state: DecodeState) -> DecodeState:
             start, limit = self.join(leaves), jnp.int32(CYCLES)
             with laid_out(self.mesh, "slots"):
-                return run_cycles(*start, state, case.speculation, limit, jnp.bool_(False), case.asks)
+                return run_cycles(*start, state, case.speculation, limit, jnp.int32(case.batch + 1), case.asks)
 
         places = self._places(case)
         state = jax.eval_shape(lambda: self._state(case))

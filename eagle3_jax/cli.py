@@ -10,8 +10,9 @@ import difflib
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from eagle3_jax import __version__
@@ -65,7 +66,18 @@ def _dispatch(arguments: list[str]) -> int:
     name, *rest = arguments
     if name not in COMMANDS:
         raise UserError(_unknown(name))
+    _keep_what_is_compiled(sys.modules)
     return _run(name, rest)
+
+
+def _keep_what_is_compiled(loaded: Container[str]) -> None:
+    """On disk for the next process, unless jax's own variable says where; jax reads it when it is `loaded`.
+
+    Not where the CPU was asked for: what is tried there is small, and jaxlib has been seen to crash in writing it.
+    """
+    if "jax" not in loaded and os.environ.get("JAX_PLATFORMS") != "cpu":
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache / "eagle3-jax"))
 
 
 def _run(name: str, arguments: list[str]) -> int:

@@ -18,10 +18,11 @@ LOOP_NGRAM, LOOP_TIMES = 4, 3
 
 @dataclasses.dataclass(frozen=True)
 class TimedRun:
-    """Outputs of every prompt, and the seconds that all of them took together, without compilation."""
+    """Outputs of every prompt, and the seconds that all of them took together; before that, those of compilation."""
 
     outputs: list[RequestOutput]
     seconds: float
+    warm_up_seconds: float
 
     @property
     def answers(self) -> list[CompletionOutput]:
@@ -49,6 +50,7 @@ def timed_run(llm: LLM, prompts: Sequence[Mapping[str, Any]], params: Sequence[S
     Prompts are let in by groups, and the longest of a group says which lengths of chunk are needed. Groups fall out
     differently in the timed run, so one prompt of each kind also goes first alone.
     """
+    began = time.perf_counter()
     brief = [dataclasses.replace(one, max_tokens=2, ignore_eos=True) for one in params]
     llm.generate(prompts, brief, use_tqdm=False)
     kinds = {frozenset(llm.prefill_chunks(len(one["prompt_token_ids"]))): i for i, one in enumerate(prompts)}
@@ -56,7 +58,7 @@ def timed_run(llm: LLM, prompts: Sequence[Mapping[str, Any]], params: Sequence[S
         llm.generate([prompts[i]], brief[i], use_tqdm=False)
     started = time.perf_counter()
     outputs = llm.generate(prompts, params)
-    return TimedRun(outputs, time.perf_counter() - started)
+    return TimedRun(outputs, time.perf_counter() - started, started - began)
 
 
 def loop_end(token_ids: Sequence[int]) -> int:

@@ -134,7 +134,8 @@ class Report:
     def _speed_lines(self) -> Iterator[str]:
         for name, run in (("with the drafter", self.with_drafter), ("without", self.without)):
             if run is not None:
-                yield f"tokens per second {name}: {run.tokens_per_second:.1f} ({run.seconds:.2f} s)"
+                after = f"{run.seconds:.2f} s, after {run.warm_up_seconds:.1f} s of compilation and warm-up"
+                yield f"tokens per second {name}: {run.tokens_per_second:.1f} ({after})"
         if self.with_drafter is None or self.without is None:
             return
         yield f"speed-up: {self.with_drafter.tokens_per_second / self.without.tokens_per_second:.2f}"
@@ -155,6 +156,7 @@ class Report:
             if run is not None:
                 figures[f"tokens_per_second_{name}"] = round(run.tokens_per_second, 2)
                 figures[f"seconds_{name}"] = round(run.seconds, 4)
+                figures[f"warm_up_seconds_{name}"] = round(run.warm_up_seconds, 2)
         if agreement is not None:
             figures["identical_answers"], figures["agreement"] = agreement.identical, round(agreement.share, 6)
         return figures

@@ -168,20 +168,19 @@ def cycle(target: Target, drafter: Eagle3 | None, state: DecodeState, how: Specu
 
 
 def run_cycles(
-    target: Target, drafter: Eagle3 | None, state: DecodeState, how: Speculation, limit: Array, yield_slots: Array,
+    target: Target, drafter: Eagle3 | None, state: DecodeState, how: Speculation, limit: Array, enough_idle: Array,
     asks: verification.Asks = None,
 ) -> DecodeState:  # fmt: skip
-    """Up to `limit` cycles on the device; fewer when no slot is active or, if `yield_slots`, when one finishes.
+    """Up to `limit` cycles on the device; fewer when no slot is active, or when `enough_idle` of them are not.
 
     asks: all that any active slot asks of the sampler, if that is known; see `verification.Sampling`.
     """
-    started = jnp.sum(state.active)
     state = dataclasses.replace(state, sampling=dataclasses.replace(state.sampling, asks=asks))
 
     def going(carry: tuple[Array, DecodeState]) -> Array:
         count, current = carry
         active = jnp.sum(current.active)
-        return (count < limit) & (active > 0) & ~(yield_slots & (active < started))
+        return (count < limit) & (active > 0) & (current.active.size - active < enough_idle)
 
     def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         return carry[0] + 1, cycle(target, drafter, carry[1], how)

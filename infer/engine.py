@@ -77,7 +77,6 @@ class _Request:
 class _Slot:
     request_id: Any
     reported: int  # tokens of the sequence that the caller has seen
-    asks: frozenset[Feature]  # of the sampler
 
 
 class Engine:
@@ -107,10 +106,10 @@ class Engine:
                 return prefill(*models(weights), state, chunk, slots)
 
         def decode_step(
-            weights: Weights, state: DecodeState, limit: Array, yield_slots: Array, asks: Asks
+            weights: Weights, state: DecodeState, limit: Array, enough_idle: Array, asks: Asks
         ) -> DecodeState:
             with matmul_precision(dtype), laid_out(mesh, "slots"), dispatch.using(config.kernels):
-                return run_cycles(*models(weights), state, how, limit, yield_slots, asks)
+                return run_cycles(*models(weights), state, how, limit, enough_idle, asks)
 
         empty = partial(empty_state, self._target_config, self._draft_config, config)
         layout: dict[str, Any] = {} if mesh is None else {"out_shardings": state_shardings(jax.eval_shape(empty), mesh)}
@@ -120,6 +119,9 @@ class Engine:
         self._admit = jax.jit(_admit, donate_argnums=0, **layout)
         self._silence = jax.jit(_silence, donate_argnums=0, **layout)
         self._waiting: collections.deque[_Request] = collections.deque()
+        # What the requests at work ask of the sampler, or those asked that were there with them: each combination is a
+        # program of its own, so it does not shrink with every request that ends.
+        self._asks: frozenset[Feature] = frozenset()
         self._slots: list[_Slot | None] = [None] * config.max_num_seqs
 
     @property
@@ -158,6 +160,7 @@ class Engine:
                 f"of {self._target_config.vocab_size}"
             )
         limit = room if max_tokens is None else min(len(ids) + max_tokens, room)
+        self._asks = features(sampling, len(ids)) | (self._asks if self.has_work else frozenset())
         self._waiting.append(_Request(request_id, ids, sampling, limit))
 
     def abort(self, request_id: Any) -> None:
@@ -173,25 +176,28 @@ class Engine:
         if self._admit_waiting():
             return self._collect()
         limit = np.int32(self.config.cycles_per_sync)
-        asks: frozenset[Feature] = frozenset().union(*(slot.asks for slot in self._slots if slot is not None))
-        self._state = self._decode(self._leaves, self._state, limit, np.bool_(bool(self._waiting)), asks)
+        # Every return to the host costs as much as some cycles: so not for each slot that ends, while others wait.
+        enough = self._enough_free() if self._waiting else len(self._slots) + 1
+        self._state = self._decode(self._leaves, self._state, limit, np.int32(enough), self._asks)
         return self._collect()
 
     def _admit_waiting(self) -> bool:
-        """Fills free slots. Waits until a quarter of them are free, so that prefill passes are shared."""
+        """Fills free slots, once enough are."""
         free = [i for i, slot in enumerate(self._slots) if slot is None]
-        enough = len(free) == len(self._slots) or 4 * len(free) >= min(len(self._slots), 4 * len(self._waiting))
-        if not self._waiting or not free or not enough:
+        if not self._waiting or len(free) < self._enough_free():
             return False
         batch = {i: self._waiting.popleft() for i in free[: len(self._waiting)]}
         for i, request in batch.items():
-            asks = features(request.sampling, len(request.token_ids))
-            self._slots[i] = _Slot(request.request_id, len(request.token_ids), asks)
+            self._slots[i] = _Slot(request.request_id, len(request.token_ids))
         self._state = self._admit(self._state, *_rows(batch, self.config, self._state.tokens.shape))
         for slots, longest in self._prefill_groups(batch):
             for chunk in self.prefill_chunks(longest):
                 self._state = self._prefill(self._leaves, self._state, chunk, slots)
         return True
+
+    def _enough_free(self) -> int:
+        """How many slots are filled at once: a quarter, so that prefill passes are shared, or all that wait."""
+        return min(-(-len(self._slots) // 4), len(self._waiting))
 
     def _prefill_groups(self, batch: dict[int, _Request]) -> list[tuple[np.ndarray | None, int]]:
         """Slots to take in together, prompts of like length, and the longest of these; None for all the slots.

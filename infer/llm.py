@@ -350,15 +350,15 @@ class LLM:
         try:
             for request in requests:
                 self._submit(request)
-            while not all(request.finished for request in requests):
-                if not any(request.changed for request in requests):
+            left = requests  # whose end has not been told; a step taken for somebody else's requests may end ours
+            while left:
+                if not any(request.changed for request in left):
                     self._step()
-                changed = [request for request in requests if request.changed]
+                changed = [request for request in left if request.changed]
                 for request in changed:
                     request.changed = False
+                left = [request for request in left if not request.finished]
                 yield changed
-            # A step taken for somebody else's requests may have finished ours.
-            yield [request for request in requests if request.changed]
         finally:
             for request in requests:
                 self._forget(request)

@@ -79,10 +79,10 @@ def lower(job: Job, mesh: Any) -> Any:
         with matmul_precision(job.dtype), laid_out(mesh, "slots"):
             if job.prefill:
                 return prefill(target, drafter, state, job.prefill)
-            limit, yield_slots = arguments
-            return run_cycles(target, drafter, state, how, limit, yield_slots)
+            limit, enough_idle = arguments
+            return run_cycles(target, drafter, state, how, limit, enough_idle)
 
-    given = () if job.prefill else (jnp.int32, jnp.bool_)
+    given = () if job.prefill else (jnp.int32, jnp.int32)
     arguments = [jax.ShapeDtypeStruct((), dtype, sharding=replicated(mesh)) for dtype in given]
     places = jax.tree.map(lambda x: x.sharding, state)
     # Kept though a pass may not use it, since it is held all the same: the head's last matrix, for one.

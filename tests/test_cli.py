@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from types import ModuleType
@@ -140,3 +141,14 @@ def test_every_command_describes_itself(name: str, capsys: pytest.CaptureFixture
         cli.main([name, "--help"])
     assert status.value.code == 0
     assert cli.COMMANDS[name].help in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("given", [None, "/elsewhere"])
+def test_what_is_compiled_is_kept_for_the_next_process(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/a/cache")
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", given or "")
+    if given is None:
+        monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    cli._keep_what_is_compiled(loaded=())
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == (given or "/a/cache/eagle3-jax")

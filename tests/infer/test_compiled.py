@@ -42,7 +42,7 @@ def test_the_loop_keeps_its_caches_in_place(topology: str) -> None:
 
     def generate(target: Any, draft: Any, state: DecodeState) -> DecodeState:
         models = nnx.merge(target_graph, target), nnx.merge(draft_graph, draft)
-        return run_cycles(*models, state, ENGINE.speculation, jnp.int32(8), jnp.bool_(False))
+        return run_cycles(*models, state, ENGINE.speculation, jnp.int32(8), jnp.int32(9))
 
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))

@@ -14,6 +14,7 @@ from eagle3_jax.target import Target
 from infer.cycle import FROM_TARGET, Speculation
 from infer.engine import Engine
 from infer.params import SamplingParams
+from infer.sampling import request_state
 from tests.infer import tiny
 from tests.infer.tiny import FAMILIES, VOCAB, Answer
 
@@ -140,6 +141,21 @@ def test_prompts_are_taken_in_by_groups_of_like_length() -> None:
     assert found[0][0].tolist() == [*range(1, 24, 3), *range(0, 24, 3), 2, 5, 8, 11]
     assert found[1][0].tolist() == [14, 17, 20, 23, *[80] * 16]
     assert tiny.build(model, None, Speculation(), max_num_seqs=16)._prefill_groups(requests) == [(None, 30)]
+
+
+def test_programs_are_for_all_that_requests_at_work_together_ask_for() -> None:
+    engine = tiny.build(family_target("qwen2"), None, Speculation())
+    for wish, asked in (
+        (SamplingParams(temperature=0), set()),
+        (SamplingParams(top_p=0.5), {"temperature", "top_p"}),
+        (SamplingParams(temperature=0), {"temperature", "top_p"}),
+    ):
+        row = request_state(wish, prompt_length=1, model_stop_ids=(), key=np.zeros(2, np.uint32))
+        engine.submit(0, [1], row, 4)
+        assert engine._asks == asked
+    engine._waiting.clear()
+    engine.submit(0, [1], row, 4)
+    assert engine._asks == set()
 
 
 def test_two_thousand_tokens() -> None:

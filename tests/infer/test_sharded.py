@@ -87,7 +87,7 @@ def part(x: jax.Array, *axes: str | None) -> tuple[int, ...]:
 
 def check_program(engine: Engine, shape: MeshShape) -> None:
     """The cycle as compiled: sums over the axes that cut products, and no matrix gathered whole."""
-    limit, idle = np.int32(4), np.bool_(False)
+    limit, idle = np.int32(4), np.int32(9)
     text = engine._decode.lower(engine._leaves, engine._state, limit, idle, None).compile().as_text()
     assert re.search(r" all-reduce(-start)?\(", text)
     gathered = {tuple(map(int, m[1].split(","))) for m in re.finditer(r"\[([\d,]+)\]\S* all-gather(?:-start)?\(", text)}

@@ -44,11 +44,14 @@ def by_definition(outputs: Array, objective: Objective) -> Array:
         assert len(chances) > 1
         kl, chance = jnp.mean(jnp.stack(divergences)), jnp.stack(chances)
         weight = jax.lax.stop_gradient(objective.kl_scale * jnp.exp(-objective.kl_decay * chance.mean()))
-        total += DECAY**i * {
-            "kl": kl,
-            "lk_alpha": jnp.mean(-jnp.log(chance)),
-            "lk_lambda": weight * kl + (1 - weight) * (1 - chance.mean()),
-        }[objective.kind]
+        total += (
+            DECAY**i
+            * {
+                "kl": kl,
+                "lk_alpha": jnp.mean(-jnp.log(chance)),
+                "lk_lambda": weight * kl + (1 - weight) * (1 - chance.mean()),
+            }[objective.kind]
+        )
     return total
 
 
