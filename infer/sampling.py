@@ -188,7 +188,7 @@ def process_logits(logits: Array, params: SamplingState, positions: Array, token
 
 def sample(processed: Array, noise: Array) -> Array:
     """[B, W] int32 tokens: the argmax of processed logits plus noise (both [B, W, V] float32)."""
-    return jnp.argmax(processed + noise, axis=-1).astype(jnp.int32)
+    return verification.likeliest(processed + noise)
 
 
 def draft_sample(
@@ -211,11 +211,11 @@ def draft_sample(
     sampling = params.at(rows)
     if method == "greedy":
         processed = verification.mask_stops(logits, sampling, d2t)[:, 0]
-        chosen = jnp.argmax(processed, axis=-1)
+        chosen = verification.likeliest(processed)
         return d2t[chosen], jax.nn.one_hot(chosen, processed.shape[-1], dtype=jnp.float32)
     processed = verification.process(logits, sampling, d2t)[:, 0]
     keys = position_keys(params, rows, Purpose.TOKEN if method == "coupled" else Purpose.DRAFT)
-    chosen = jnp.argmax(processed + verification.noise_of(keys, sampling, d2t)[:, 0], axis=-1)
+    chosen = verification.likeliest(processed + verification.noise_of(keys, sampling, d2t)[:, 0])
     one_hot = jax.nn.one_hot(chosen, processed.shape[-1], dtype=jnp.float32)
     q = jnp.where(params.sampled[:, None], jax.nn.softmax(processed, axis=-1), one_hot)
     return d2t[chosen], q

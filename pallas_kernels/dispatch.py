@@ -50,6 +50,11 @@ def spread() -> Iterator[None]:
         _spread.reset(token)
 
 
+def is_spread() -> bool:
+    """Whether this is traced inside `spread`."""
+    return _spread.get()
+
+
 @contextlib.contextmanager
 def whole() -> Iterator[None]:
     """Inside `spread`: operations traced inside see one device's part (`jax.shard_map`), and kernels can run again."""

@@ -6,6 +6,7 @@ case costs a second or two when a kernel is first traced; a kernel that fails it
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 
 _verdicts: dict[str, str | None] = {}
+_one_at_a_time = threading.Lock()
 
 
 def require(
@@ -28,10 +30,11 @@ def require(
     Raises:
       NotImplementedError: it does not, or cannot be compiled; with the reason.
     """
-    if operation not in _verdicts:
-        # In a thread of its own, since this one may be in the midst of tracing the function that wants the kernel.
-        with ThreadPoolExecutor(1) as thread:
-            _verdicts[operation] = thread.submit(_verdict, kernel, reference, case, rtol).result()
+    with _one_at_a_time:  # programs may be traced in several threads
+        if operation not in _verdicts:
+            # In a thread of its own, since this one may be in the midst of tracing the function that wants the kernel.
+            with ThreadPoolExecutor(1) as thread:
+                _verdicts[operation] = thread.submit(_verdict, kernel, reference, case, rtol).result()
     if reason := _verdicts[operation]:
         raise NotImplementedError(f"{operation}: {reason}")
 

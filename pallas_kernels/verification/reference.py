@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels import dispatch
 from pallas_kernels.verification import threefry
 from pallas_kernels.verification.thresholds import keep_min_p, keep_top_k, keep_top_p
 
@@ -56,8 +57,21 @@ class Sampling:
 def verify(logits: Array, drafts: Array, keys: Array, sampling: Sampling) -> tuple[Array, Array]:
     """Tokens [B,W] int32 and the number of accepted drafts [B] int32: see the package."""
     processed = process(logits, sampling)
-    tokens = jnp.argmax(processed + noise(keys, sampling, logits.shape[-1]), axis=-1).astype(jnp.int32)
+    tokens = likeliest(processed + noise(keys, sampling, logits.shape[-1]))
     return tokens, accepted(tokens, drafts)
+
+
+def likeliest(x: Array) -> Array:
+    """int32 [...]: the argmax over the last axis of x [...,V], the first of several.
+
+    Of a vocabulary that is spread over devices XLA's argmax has all indices sent around; two reductions send a number a
+    row.
+    """
+    if not dispatch.is_spread():
+        return jnp.argmax(x, axis=-1).astype(jnp.int32)
+    last = x.shape[-1] - 1
+    ids = jnp.broadcast_to(jnp.arange(last + 1, dtype=jnp.int32), x.shape)
+    return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), ids, last), axis=-1)
 
 
 def accepted(tokens: Array, drafts: Array) -> Array:

@@ -52,18 +52,32 @@ def test_gpu_kernels_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (1, 1, 2, 16) in seen, "the queries of one slot and two of four heads"
 
 
+TARGET = TargetConfig(
+    model_type="qwen3_5", vocab_size=1536, hidden_size=128, intermediate_size=128, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=128, layer_types=(DELTA, FULL), qk_norm=True, attn_output_gate=True,
+    rope=RopeConfig(rotary_dim=32, mrope_section=(6, 5, 5)), linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=128, linear_value_head_dim=128,
+)  # fmt: skip
+
+
+def compiled(mesh: str) -> str:
+    """The loop of cycles for a slice of four."""
+    devices = tpu_devices(parse_topology("v5e:2x2"))
+    job = Job(TARGET, None, 8, 1024, 0, jnp.bfloat16)
+    return str(plan.lower(job, parse_mesh(mesh).mesh(devices)).compile().as_text())
+
+
 def test_tpu_kernels_by_device() -> None:
-    """Compiled for a slice of four: the loop calls each kernel for one device's part and gathers no cache."""
-    target = TargetConfig(
-        model_type="qwen3_5", vocab_size=256, hidden_size=128, intermediate_size=128, num_layers=2, num_heads=4,
-        num_kv_heads=2, head_dim=128, layer_types=(DELTA, FULL), qk_norm=True, attn_output_gate=True,
-        rope=RopeConfig(rotary_dim=32, mrope_section=(6, 5, 5)), linear_num_key_heads=2, linear_num_value_heads=4,
-        linear_key_head_dim=128, linear_value_head_dim=128,
-    )  # fmt: skip
-    mesh = parse_mesh("dp2 tp2").mesh(tpu_devices(parse_topology("v5e:2x2")))
+    """The loop calls each kernel for one device's part, and no cache is gathered."""
     with dispatch.using("tpu"):
-        text = plan.lower(Job(target, None, 8, 1024, 0, jnp.bfloat16), mesh).compile().as_text()
+        text = compiled("dp2 tp2")
     called = set(re.findall(r"%(gated_delta_step|write_pages|paged_attention)[.\d]* = ", text))
     assert called == {"gated_delta_step", "paged_attention", "write_pages"}
     assert "f32[4,2,128,128]" in text and "f32[8,4,128,128]" not in text, "states of four slots and two heads alone"
     assert not re.search(r"bf16\[2,\d+,64,128\]", text), "the pages of one head alone"
+
+
+def test_nothing_as_long_as_the_vocabulary_is_passed_on() -> None:
+    """With keys and values spread by slots, their heads being too few, XLA would send an argmax's indices around."""
+    passed = re.findall(r"\[([\d,]+)\]\S* (?:all-gather|all-to-all|collective-permute)(?:-start)?\(", compiled("tp4"))
+    assert passed and not [shape for shape in passed if shape.split(",")[-1] in ("384", "1536")], passed
