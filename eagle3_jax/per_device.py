@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from eagle3_jax.sharding import MESH_AXES, current_layout
+from eagle3_jax.sharding import MESH_AXES, current_layout, parts
 from pallas_kernels import dispatch
 
 Axes = tuple[str, ...]
@@ -28,9 +28,9 @@ def per_device(function: Callable[..., Any], args: tuple[Any, ...], inputs: tupl
     if layout is None or layout.mesh.size == 1:
         return function(*args)
 
-    def local(*parts: Any) -> Any:
+    def local(*own: Any) -> Any:
         with dispatch.whole():
-            return function(*parts)
+            return function(*own)
 
     specs = [jax.tree.map(lambda _, axes=axes: _spec(axes), arg) for axes, arg in zip(inputs, args, strict=True)]
     is_axes = lambda x: isinstance(x, tuple) and all(isinstance(axis, str) for axis in x)
@@ -41,15 +41,7 @@ def per_device(function: Callable[..., Any], args: tuple[Any, ...], inputs: tupl
 def divides(axis: str, *sizes: int) -> bool:
     """Whether a logical axis cuts all of these sizes into equal parts; without a layout it cuts nothing."""
     layout = current_layout()
-    return layout is None or all(size % _along(axis, layout.mesh) == 0 for size in sizes)
-
-
-def _along(axis: str, mesh: Mesh) -> int:
-    names = MESH_AXES[axis]
-    size = 1
-    for name in (names,) if isinstance(names, str) else names or ():
-        size *= mesh.shape[name]
-    return size
+    return layout is None or all(size % parts(axis, layout.mesh) == 0 for size in sizes)
 
 
 def _spec(axes: Axes) -> PartitionSpec:

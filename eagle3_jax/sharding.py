@@ -243,8 +243,12 @@ def axes_sharding(axes: Sequence[str], shape: Sequence[int], mesh: Mesh) -> Name
     """A sharding by logical axes; those whose size the mesh axis does not divide are replicated."""
 
     def place(axis: str, size: int) -> str | tuple[str, ...] | None:
-        names = MESH_AXES[axis]
-        along = math.prod(mesh.shape[name] for name in ((names,) if isinstance(names, str) else names or ()))
-        return names if size % along == 0 else None
+        return MESH_AXES[axis] if size % parts(axis, mesh) == 0 else None
 
     return NamedSharding(mesh, PartitionSpec(*(place(a, n) for a, n in zip(axes, shape, strict=False))))
+
+
+def parts(axis: str, mesh: Mesh) -> int:
+    """Into how many a mesh cuts a logical axis."""
+    names = MESH_AXES[axis]
+    return math.prod(mesh.shape[name] for name in ((names,) if isinstance(names, str) else names or ()))
