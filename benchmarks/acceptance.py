@@ -22,7 +22,7 @@ from eagle3_jax.precision import parse_dtype
 from infer import LLM, SamplingParams
 from infer.bench_data import read_conversations
 from train.data.renderer import load_renderer
-from train.evaluate import Answer, count_acceptance, make_matches
+from train.evaluate import Acceptance, Answer, count_acceptance, make_matches
 from train.step import make_model
 
 
@@ -82,17 +82,13 @@ def _prompts(path: Path, args: argparse.Namespace) -> list[list[int]]:
 
 def _answer(llm: LLM, prompts: list[list[int]], temperature: float, length: int) -> tuple[dict[str, Any], list[Answer]]:
     """Measured acceptance and tokens a second (the first run of a temperature compiles), and the answers."""
-    before, started = llm.get_metrics(), time.perf_counter()
+    before, started = Acceptance.counted(llm.get_metrics()), time.perf_counter()
     params = SamplingParams(temperature=temperature, max_tokens=length, seed=0)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    spent, after = time.perf_counter() - started, llm.get_metrics()
-    cycles = after.num_drafts - before.num_drafts
-    pairs = zip(after.num_accepted_tokens_per_pos, before.num_accepted_tokens_per_pos, strict=True)
-    rates = [(a - b) / max(cycles, 1) for a, b in pairs]
+    spent, measured = time.perf_counter() - started, Acceptance.counted(llm.get_metrics()) - before
     said = [list(o.outputs[0].token_ids) for o in outputs]
     answers = [Answer(np.asarray([*p, *s], np.int32), len(p)) for p, s in zip(prompts, said, strict=True)]
-    row = {"acceptance_length": 1 + sum(rates), "acceptance_rates": rates, "num_cycles": cycles}
-    return row | {"num_tokens": sum(map(len, said)), "seconds": spent}, answers
+    return {**measured.as_dict(), "num_tokens": sum(map(len, said)), "seconds": spent}, answers
 
 
 def _line(row: dict[str, Any]) -> str:

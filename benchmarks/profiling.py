@@ -86,13 +86,6 @@ def by_scope(times: Mapping[str, int], hlo_text: str, scopes: Sequence[str]) -> 
     return dict(total.most_common())
 
 
-def costliest(times: Mapping[str, int], hlo_text: str, count: int = 15) -> list[tuple[str, int, str]]:
-    """(instruction, nanoseconds, path) of the kernels that take most."""
-    paths = op_names(hlo_text)
-    ranked = sorted(times.items(), key=lambda item: -item[1])[:count]
-    return [(name, spent, paths.get(name, "")) for name, spent in ranked]
-
-
 def by_kind(times: Mapping[str, int], hlo_text: str) -> list[tuple[str, int, int]]:
     """(path and kind of kernel, nanoseconds, kernels), costliest first; the same kernel of every layer is one entry."""
     paths = op_names(hlo_text)

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from benchmarks.models import head_config, random_model, read_target_config
-from benchmarks.profiling import by_scope, costliest, profile
+from benchmarks.profiling import by_kind, by_scope, profile
 from eagle3_jax.drafters.eagle3 import Eagle3
 from eagle3_jax.meshes import parse_mesh
 from eagle3_jax.target import Target
@@ -81,7 +81,7 @@ def main() -> None:
     report = measure(args)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
-    print(json.dumps({k: v for k, v in report.items() if k != "costliest"}))
+    print(json.dumps({k: v for k, v in report.items() if k != "kernels"}))
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -132,12 +132,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def _profile(step: Any, state: TrainState, frozen: Any, inputs: Inputs) -> dict[str, Any]:
     times, text = profile(lambda: step(state, frozen, inputs)[1].loss), step.as_text()
     scopes = {k: round(v / 1e6, 2) for k, v in by_scope(times, text, SCOPES).items()}
-    found = [(n, round(v / 1e6, 3), p[-130:]) for n, v, p in costliest(times, text, 24)]
+    found = [(kind, round(spent / 1e6, 3), count) for kind, spent, count in by_kind(times, text)[:24]]
     for name, spent in scopes.items():
         print(f"    {name:16} {spent:9.2f} ms")
-    for name, spent, path in found:
-        print(f"        {spent:8.3f} {name:36} {path}", flush=True)
-    return {"scopes_ms": scopes, "costliest": found}
+    for kind, spent, count in found:
+        print(f"        {spent:8.3f} {count:4} x {kind[-140:]}", flush=True)
+    return {"scopes_ms": scopes, "kernels": found}
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def verify_synthetic(
     """
     rates = jnp.array(synthetic_rates(acceptance_length, drafts.shape[1]), jnp.float32)
     passed = uniform_open(params, positions[:, :-1]) < rates[None, :]
-    accepted = _leading(passed & (drafts >= 0))
+    accepted = verification.leading(passed & (drafts >= 0))
     final = jnp.take_along_axis(samples, accepted[:, None], 1)[:, 0]
     return _splice(drafts, final, accepted), accepted
 
@@ -102,11 +102,6 @@ def truncate(tokens: Array, accepted: Array, stop_ids: Array, limit: Array) -> t
 
 
 # -------------------------------------------------------------------------------------------------- pieces
-
-
-def _leading(passed: Array) -> Array:
-    """[B, K] bool -> [B] int32: the number of leading True."""
-    return jnp.cumprod(passed.astype(jnp.int32), axis=1).sum(1, dtype=jnp.int32)
 
 
 def _splice(drafts: Array, final: Array, accepted: Array) -> Array:

@@ -51,6 +51,11 @@ class Acceptance:
     num_cycles: int
     accepted: tuple[int, ...]
 
+    @classmethod
+    def counted(cls, metrics: Any) -> Acceptance:
+        """Of the counters of an `infer.LLM`."""
+        return cls(metrics.num_drafts, metrics.num_accepted_tokens_per_pos)
+
     @property
     def length(self) -> float:
         """Mean acceptance length, the bonus included."""
@@ -63,6 +68,10 @@ class Acceptance:
     def __add__(self, other: Acceptance) -> Acceptance:
         both = zip(self.accepted, other.accepted, strict=True)
         return Acceptance(self.num_cycles + other.num_cycles, tuple(a + b for a, b in both))
+
+    def __sub__(self, other: Acceptance) -> Acceptance:
+        both = zip(self.accepted, other.accepted, strict=True)
+        return Acceptance(self.num_cycles - other.num_cycles, tuple(a - b for a, b in both))
 
     def as_dict(self) -> dict[str, Any]:
         return {

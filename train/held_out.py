@@ -46,16 +46,16 @@ class HeldOut:
     def __call__(self, state: TrainState) -> dict[str, Any]:
         """Acceptance of greedy drafts, {"predicted": ..., "measured": ..., ...}, as it goes into metrics.jsonl."""
         llm = self._engine(state)
-        before = _counted(llm.get_metrics())
+        before = Acceptance.counted(llm.get_metrics())
         answers = greedy_answers(llm, self._prompts, self._recipe.max_tokens)
-        after, count = _counted(llm.get_metrics()), self._recipe.num_drafts
+        after, count = Acceptance.counted(llm.get_metrics()), self._recipe.num_drafts
         predicted = count_acceptance(self._matches, state.params, self._frozen, answers, count, SLOTS)
         return {
             "num_drafts": count,
             "num_prompts": len(answers),
             "num_tokens": sum(len(a.tokens) - a.prompt_length for a in answers),
             "predicted": predicted.as_dict(),
-            "measured": _difference(after, before).as_dict(),
+            "measured": (after - before).as_dict(),
         }
 
     def _engine(self, state: TrainState) -> Any:
@@ -72,12 +72,3 @@ class HeldOut:
         else:
             self._llm.replace_drafter(head)
         return self._llm
-
-
-def _counted(metrics: Any) -> Acceptance:
-    return Acceptance(metrics.num_drafts, metrics.num_accepted_tokens_per_pos)
-
-
-def _difference(after: Acceptance, before: Acceptance) -> Acceptance:
-    pairs = zip(after.accepted, before.accepted, strict=True)
-    return Acceptance(after.num_cycles - before.num_cycles, tuple(a - b for a, b in pairs))

@@ -18,6 +18,7 @@ from pallas_kernels.verification.reference import (
     Asks,
     Feature,
     Sampling,
+    leading,
     likeliest,
     mask_stops,
     noise,
@@ -29,8 +30,8 @@ from pallas_kernels.verification.reference import (
 from pallas_kernels.verification.standard import verify_standard
 
 __all__ = [
-    "Asks", "Feature", "Sampling", "likeliest", "mask_stops", "noise", "noise_of", "position_keys", "process",
-    "token_noise", "verify", "verify_standard",
+    "Asks", "Feature", "Sampling", "leading", "likeliest", "mask_stops", "noise", "noise_of", "position_keys",
+    "process", "token_noise", "verify", "verify_standard",
 ]  # fmt: skip
 
 

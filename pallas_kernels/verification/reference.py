@@ -76,8 +76,12 @@ def likeliest(x: Array) -> Array:
 
 def accepted(tokens: Array, drafts: Array) -> Array:
     """[B] int32: how many leading drafts [B,K] equal the tokens [B,W] at the same positions."""
-    same = tokens[:, : drafts.shape[1]] == drafts
-    return jnp.cumprod(same.astype(jnp.int32), axis=1).sum(1, dtype=jnp.int32)
+    return leading(tokens[:, : drafts.shape[1]] == drafts)
+
+
+def leading(passed: Array) -> Array:
+    """[B] int32: the number of leading True in [B,K] bool."""
+    return jnp.cumprod(passed.astype(jnp.int32), axis=1).sum(1, dtype=jnp.int32)
 
 
 def noise(keys: Array, sampling: Sampling, vocab_size: int) -> Array:

@@ -15,7 +15,7 @@ from jax import Array
 
 from pallas_kernels import dispatch
 from pallas_kernels.verification import reference
-from pallas_kernels.verification.reference import Sampling, token_noise
+from pallas_kernels.verification.reference import Sampling, leading, likeliest, token_noise
 
 
 class Summary(NamedTuple):
@@ -44,7 +44,7 @@ def verify_standard(
     log_q = jnp.log(jnp.where(d2t[None, None] == drafts[..., None], q, 0.0).sum(-1))
     passed = jnp.log(uniform) < log_p - log_q  # NaN (0/0) compares false
     passed = jnp.where(sampling.sampled[:, None], passed, summary.likeliest[:, :-1] == drafts) & (drafts >= 0)
-    accepted = jnp.cumprod(passed.astype(jnp.int32), axis=1).sum(1, dtype=jnp.int32)
+    accepted = leading(passed)
     row = jax.tree.map(lambda x: _row(x, accepted), (logits, summary, keys, sampling.no_stop))
     drawn = _redraw(*row, drafts=drafts, q=q, d2t=d2t, accepted=accepted, sampling=sampling)
     final = jnp.where(sampling.sampled, drawn, row[1].likeliest[:, 0])
@@ -56,8 +56,7 @@ def summarise(logits: Array, sampling: Sampling) -> Summary:
     """The reference: from an array of processed logits."""
     processed = reference.process(logits, sampling)
     kept = jnp.where(processed > -jnp.inf, logits.astype(jnp.float32), jnp.inf)
-    likeliest = jnp.argmax(processed, axis=-1).astype(jnp.int32)
-    return Summary(likeliest, kept.min(-1), jax.nn.logsumexp(processed, axis=-1))
+    return Summary(likeliest(processed), kept.min(-1), jax.nn.logsumexp(processed, axis=-1))
 
 
 def _tpu(*args: Any) -> Summary:
@@ -95,7 +94,7 @@ def _redraw(
     residual = jnp.maximum(p - full, 0.0)
     empty = ~(residual > 0).any(-1, keepdims=True)
     scores = jnp.where(empty, processed[:, 0], jnp.log(residual))
-    return jnp.argmax(scores + token_noise(keys, vocab)[:, 0], axis=-1).astype(jnp.int32)
+    return likeliest(scores + token_noise(keys, vocab)[:, 0])
 
 
 def _row(x: Array, index: Array) -> Array:
