@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from eagle3_jax.cache import DeltaState
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.layers.linear import Linear
-from eagle3_jax.layers.merged import MergedLinear, merge, project
+from eagle3_jax.layers.merged import MergedLinear, Part, merge, project_parts
 from eagle3_jax.layers.norm import GatedRMSNorm
 from eagle3_jax.per_device import Axes, divides, per_device
 from pallas_kernels import gated_delta
@@ -45,12 +45,15 @@ class _Keys(TypedDict):
 
 
 class Projections(NamedTuple):
-    """Of a layer's input [B,T,D], in its dtype: qkv [B,T,channels], z [B,T,Hv*dv], b and a [B,T,Hv]."""
+    """Of a layer's input [B,T,D], in its dtype: qkv [B,T,channels], z [B,T,Hv*dv], b and a [B,T,Hv].
 
-    qkv: Array
-    z: Array
-    b: Array
-    a: Array
+    Merged, all of them are parts of one array; qkv comes first in its own.
+    """
+
+    qkv: Part
+    z: Part
+    b: Part
+    a: Part
 
 
 class GatedDeltaNet(nnx.Module):
@@ -78,9 +81,10 @@ class GatedDeltaNet(nnx.Module):
     def __call__(self, x: Array, valid: Array | None = None, segment_ids: Array | None = None) -> Array:
         """x [B,T,D] from an empty state. `valid` [B,T] is False on right padding; `segment_ids` [B,T] start anew."""
         p = self._project(x)
-        tail = jnp.zeros((x.shape[0], self.config.linear_conv_kernel_dim - 1, p.qkv.shape[-1]), p.qkv.dtype)
-        convolved = self.conv1d(jnp.concatenate([tail, p.qkv], axis=1), segment_ids)
-        mixed = gated_delta.prepared(convolved, self._gates(p), valid, **self._keys)
+        qkv, gates = p.qkv.cut(), gated_delta.Gates(p.a.cut(), p.b.cut(), self.A_log[...], self.dt_bias[...])
+        tail = jnp.zeros((x.shape[0], self.config.linear_conv_kernel_dim - 1, qkv.shape[-1]), qkv.dtype)
+        convolved = self.conv1d(jnp.concatenate([tail, qkv], axis=1), segment_ids)
+        mixed = gated_delta.prepared(convolved, gates, valid, **self._keys)
         out, _ = gated_delta.chunked(*mixed, self._zero_state(x.shape[0]), segment_ids=segment_ids)
         return self._finish(p, out)
 
@@ -108,25 +112,23 @@ class GatedDeltaNet(nnx.Module):
 
     def _project(self, x: Array) -> Projections:
         maps = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
-        return Projections(*project(x, self.in_proj, *maps))
+        return Projections(*project_parts(x, self.in_proj, *maps))
 
     def _inputs(
         self, p: Projections, valid: Array, pending: Array, past: DeltaState, implementation: str | None = None
     ) -> tuple[Array, gated_delta.Inputs]:
+        gates = gated_delta.Gates(p.a.whole, p.b.whole, self.A_log[...], self.dt_bias[...])
         return gated_delta.inputs(
-            past.inputs, pending, p.qkv, self._gates(p), valid, self.conv1d.weight[...], **self._keys,
-            implementation=implementation,
+            past.inputs, pending, p.qkv.whole, gates, valid, self.conv1d.weight[...], **self._keys,
+            gates_at=(p.a.start, p.b.start), implementation=implementation,
         )  # fmt: skip
-
-    def _gates(self, p: Projections) -> gated_delta.Gates:
-        return gated_delta.Gates(p.a, p.b, self.A_log[...], self.dt_bias[...])
 
     @property
     def _keys(self) -> _Keys:
         return {"key_heads": self.config.linear_num_key_heads, "key_width": self.config.linear_key_head_dim}
 
     def _finish(self, p: Projections, out: Array) -> Array:
-        return self.out_proj(self.norm(out, p.z.reshape(out.shape)).reshape(*out.shape[:2], -1))
+        return self.out_proj(self.norm(out, p.z.cut().reshape(out.shape)).reshape(*out.shape[:2], -1))
 
     def _zero_state(self, batch: int) -> Array:
         c = self.config

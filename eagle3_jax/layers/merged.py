@@ -9,14 +9,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import Array
 
 from eagle3_jax.layers.linear import Linear
+
+
+class Part(NamedTuple):
+    """One map's output: the `width` columns of `whole` [..., W] from `start` on."""
+
+    whole: Array
+    start: int
+    width: int
+
+    def cut(self) -> Array:
+        """By itself, which costs a kernel where what follows is a kernel of our own."""
+        return self.whole[..., self.start : self.start + self.width]
 
 
 class MergedLinear(nnx.Module):
@@ -27,15 +38,26 @@ class MergedLinear(nnx.Module):
         self.parts = nnx.List([_side_by_side(group) for group in groups])
         self.widths = tuple(tuple(one.kernel.shape[-1] for one in group) for group in groups)
 
-    def __call__(self, x: Array) -> list[Array]:
-        """The outputs of each map."""
-        products = zip(self.parts, self.widths, strict=True)
-        return [y for part, widths in products for y in jnp.split(part(x), np.cumsum(widths)[:-1], axis=-1)]
+    def __call__(self, x: Array) -> list[Part]:
+        """The outputs of each map, side by side as the products leave them."""
+        found = []
+        for product, widths in zip(self.parts, self.widths, strict=True):
+            starts = itertools.accumulate(widths, initial=0)
+            whole = product(x)
+            found += [Part(whole, start, width) for start, width in zip(starts, widths, strict=False)]
+        return found
+
+
+def project_parts(x: Array, merged: MergedLinear | None, *maps: Linear | None) -> list[Part]:
+    """x through every map, which are gone once they are `merged`."""
+    if merged is not None:
+        return merged(x)
+    return [Part(y, 0, y.shape[-1]) for y in (one(x) for one in maps if one is not None)]
 
 
 def project(x: Array, merged: MergedLinear | None, *maps: Linear | None) -> list[Array]:
-    """x through every map, which are gone once they are `merged`."""
-    return merged(x) if merged is not None else [one(x) for one in maps if one is not None]
+    """The same, each by itself."""
+    return [part.cut() for part in project_parts(x, merged, *maps)]
 
 
 def merge(owner: Any, name: str, maps: Sequence[str]) -> None:

@@ -127,6 +127,7 @@ def inputs(
     *,
     key_heads: int,
     key_width: int,
+    gates_at: tuple[int, int] = (0, 0),
     implementation: str | None = None,
 ) -> tuple[Array, Inputs]:
     """From a layer's projections to what `step` takes: short convolution, SiLU, norms of keys and queries, gates.
@@ -135,7 +136,8 @@ def inputs(
       past: [B,n,C], what the last window's call gave first. start: [B] int32, how many of its tokens were accepted: the
         L-1 inputs from there on are the convolution's tail.
       qkv: [B,W,C or more] of queries, keys and values, of which the first C count. valid: [B,W] bool.
-      weight: [L,C], oldest tap first.
+      weight: [L,C], oldest tap first. gates_at: where in gates.a and gates.b the N that count begin, so that all
+        projections of a layer may stand side by side in one array, of which nothing needs cutting out.
       implementation: see `pallas_kernels.dispatch`. "gpu" does it in one kernel, in the place of `past` where
         the caller donates it; it has been compared with the reference by interpretation, and not been timed.
 
@@ -146,16 +148,15 @@ def inputs(
         "reference": inputs_reference.inputs, "gpu": _inputs_gpu,
     }  # fmt: skip
     args = (past, start, qkv, gates, valid, weight)
-    return dispatch.call(
-        "gated_delta.inputs", implementation, implementations, *args, key_heads=key_heads, key_width=key_width
-    )
+    sizes: dict[str, Any] = {"key_heads": key_heads, "key_width": key_width}
+    return dispatch.call("gated_delta.inputs", implementation, implementations, *args, **sizes, gates_at=gates_at)
 
 
-def _inputs_gpu(*args: Any, key_heads: int, key_width: int) -> tuple[Array, Inputs]:
+def _inputs_gpu(*args: Any, **sizes: Any) -> tuple[Array, Inputs]:
     if jax.default_backend() != "gpu":
         raise NotImplementedError("this kernel is for GPUs")
     from pallas_kernels.gated_delta import inputs_gpu
 
     kernel, plain = (partial(f, key_heads=2, key_width=128) for f in (inputs_gpu.inputs, inputs_reference.inputs))
     proof.require("gated_delta.inputs on this GPU", kernel, plain, inputs_gpu.small_case, rtol=1e-2)
-    return inputs_gpu.inputs(*args, key_heads=key_heads, key_width=key_width)
+    return inputs_gpu.inputs(*args, **sizes)

@@ -1,10 +1,10 @@
 """Pallas GPU kernel of what lies between a layer's projections and the delta rule, for a window.
 
 XLA makes several small kernels of it: taking the tail, joining, convolving, two norms, gates. Here a program of one
-warp takes a row and a key head with its value heads, and every input is read once and every result written once. What
-is kept of the inputs for the next window replaces `past` in its own buffer, so that a loop of cycles copies nothing: a
-program reads and writes its own channels alone, and reads them before it writes. Lowered by Pallas' Triton route, named
-explicitly; see `pallas_kernels.gated_delta.gpu` on why.
+warp takes the channels of one head of a row, of the queries, the keys or the values, and every input is read once and
+every result written once. What is kept of the inputs for the next window replaces `past` in its own buffer, so that a
+loop of cycles copies nothing: a program reads and writes its own channels alone, and reads them before it writes.
+Lowered by Pallas' Triton route, named explicitly; see `pallas_kernels.gated_delta.gpu` on why.
 """
 
 from __future__ import annotations
@@ -26,41 +26,37 @@ MAX_WINDOW = 16
 
 def inputs(
     past: Array, start: Array, qkv: Array, gates: Gates, valid: Array, weight: Array, *, key_heads: int, key_width: int,
-    interpret: Any = False,
+    gates_at: tuple[int, int] = (0, 0), interpret: Any = False,
 ) -> tuple[Array, Inputs]:  # fmt: skip
     """As `inputs_reference.inputs`. The buffer of `past` is reused where the caller donates it and the shape stays.
 
     Raises NotImplementedError where there is no GPU, for widths that are no powers of two, windows beyond 16, and where
     qkv and `past` differ in dtype. `interpret`: as of `pl.pallas_call`.
     """
-    batch, window, heads = gates.a.shape
-    taps, channels = weight.shape
-    value_width, repeats = (channels - 2 * key_heads * key_width) // heads, heads // key_heads
+    batch, window = qkv.shape[:2]
+    (taps, channels), (heads,) = weight.shape, gates.a_log.shape
+    value_width = (channels - 2 * key_heads * key_width) // heads
     _check(past, qkv, window, key_width, value_width, interpret)
+    whole = lambda x: pl.BlockSpec(x.shape, lambda b, h: (0,) * x.ndim)
     row = lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda b, h: (b, *(0 for _ in x.shape[1:])))
-    each = pl.BlockSpec((None, window, repeats), lambda b, h: (b, 0, h))
-    of_head = pl.BlockSpec((repeats,), lambda b, h: (h,))
-    keys = pl.BlockSpec((None, window, None, key_width), lambda b, h: (b, 0, h, 0))
-    values = pl.BlockSpec((None, window, repeats, value_width), lambda b, h: (b, 0, h, 0))
-    single = lambda *shape: jax.ShapeDtypeStruct((batch, window, *shape), jnp.float32)
-    history = jax.ShapeDtypeStruct((batch, taps - 1 + window, channels), past.dtype)
+    shape = lambda *rest, dtype=jnp.float32: jax.ShapeDtypeStruct((batch, *rest), dtype)
+    results = [
+        shape(taps - 1 + window, channels, dtype=past.dtype),
+        shape(window, key_heads, key_width), shape(window, key_heads, key_width), shape(window, heads, value_width),
+        shape(window, heads), shape(window, heads),
+    ]  # fmt: skip
+    args = (past, start[:, None], qkv, *gates[:2], valid.astype(jnp.int32), *gates[2:], weight)
     history, *found = pl.pallas_call(
-        _kernel,
-        grid=(batch, key_heads),
-        in_specs=[
-            row(past), pl.BlockSpec((1,), lambda b, h: (b,)), row(qkv), each, each, of_head, of_head,
-            pl.BlockSpec((None, window), lambda b, h: (b, 0)), pl.BlockSpec(weight.shape, lambda b, h: (0, 0)),
-        ],
-        out_specs=[row(history), keys, keys, values, each, each],
-        out_shape=[
-            history, single(key_heads, key_width), single(key_heads, key_width), single(heads, value_width),
-            single(heads), single(heads),
-        ],
-        input_output_aliases={0: 0} if history.shape == past.shape else {},
+        partial(_kernel, gates_at),
+        grid=(batch, 2 * key_heads + heads),
+        in_specs=[*map(row, args[:6]), *map(whole, args[6:])],
+        out_specs=list(map(row, results)),
+        out_shape=results,
+        input_output_aliases={0: 0} if results[0].shape == past.shape else {},
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="gated_delta_inputs",
-    )(past, start, qkv, *gates, valid.astype(jnp.int32), weight)  # fmt: skip
+    )(*args)
     return history, Inputs(*found)
 
 
@@ -76,33 +72,43 @@ def _check(past: Array, qkv: Array, window: int, key_width: int, value_width: in
 
 
 def _kernel(
-    past: Any, start: Any, qkv: Any, a: Any, b: Any, a_log: Any, dt_bias: Any, valid: Any, weight: Any,
-    history: Any, q: Any, k: Any, v: Any, g: Any, beta: Any,
+    gates_at: tuple[int, int], past: Any, start: Any, qkv: Any, a: Any, b: Any, valid: Any, a_log: Any, dt_bias: Any,
+    weight: Any, history: Any, q: Any, k: Any, v: Any, g: Any, beta: Any,
 ) -> None:  # fmt: skip
-    head, repeats = pl.program_id(1), v.shape[1]
-    key_width, value_width = q.shape[-1], v.shape[-1]
-    keys = pl.num_programs(1) * key_width
+    part, (_, key_heads, key_width), (_, _, value_width) = pl.program_id(1), q.shape, v.shape
     convolve = partial(_convolve, past, start[0], qkv, weight, history)
-    for t, x in enumerate(convolve(head * key_width, key_width)):
-        q[t, :] = x * _over_length(x) * key_width**-0.5
-    for t, x in enumerate(convolve(keys + head * key_width, key_width)):
-        k[t, :] = x * _over_length(x)
-    for r in range(repeats):
-        rate = jnp.exp(a_log[r])
-        for t, x in enumerate(convolve(2 * keys + (head * repeats + r) * value_width, value_width)):
-            v[t, r, :] = x
+
+    @pl.when(part < key_heads)
+    def _queries() -> None:
+        for t, x in enumerate(convolve(part * key_width, key_width)):
+            q[t, part, :] = x * _over_length(x) * key_width**-0.5
+
+    @pl.when((part >= key_heads) & (part < 2 * key_heads))
+    def _keys() -> None:
+        for t, x in enumerate(convolve(part * key_width, key_width)):
+            k[t, part - key_heads, :] = x * _over_length(x)
+
+    @pl.when(part >= 2 * key_heads)
+    def _values_and_gates() -> None:
+        head = part - 2 * key_heads
+        for t, x in enumerate(convolve(2 * key_heads * key_width + head * value_width, value_width)):
+            v[t, head, :] = x
+        rate, bias = jnp.exp(a_log[head]), dt_bias[head]
+        for t in range(v.shape[0]):
+            decay, strength = a[t, gates_at[0] + head], b[t, gates_at[1] + head]
             counts = valid[t] != 0
-            g[t, r] = jnp.where(counts, -rate * _softplus(a[t, r].astype(jnp.float32) + dt_bias[r]), 0.0)
-            beta[t, r] = jnp.where(counts, jax.nn.sigmoid(b[t, r].astype(jnp.float32)), 0.0)
+            g[t, head] = jnp.where(counts, -rate * _softplus(decay.astype(jnp.float32) + bias), 0.0)
+            beta[t, head] = jnp.where(counts, jax.nn.sigmoid(strength.astype(jnp.float32)), 0.0)
 
 
 def _convolve(past: Any, start: Array, qkv: Any, weight: Any, history: Any, first: Array, width: int) -> list[Array]:
     """SiLU of the convolution of `width` channels from `first` on, for each token; their inputs go into `history`."""
     at, taps = pl.ds(first, width), weight.shape[0]
     seen = [past[start + i, at] for i in range(taps - 1)] + [qkv[t, at] for t in range(qkv.shape[0])]
+    weights = [weight[i, at].astype(jnp.float32) for i in range(taps)]
     for i, x in enumerate(seen):
         history[i, at] = x
-    weights, seen = [weight[i, at].astype(jnp.float32) for i in range(taps)], [x.astype(jnp.float32) for x in seen]
+    seen = [x.astype(jnp.float32) for x in seen]
     found = []
     for t in range(qkv.shape[0]):
         total = jnp.zeros_like(seen[0])

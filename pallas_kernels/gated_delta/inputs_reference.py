@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """a, b [B,W,N]: the projections that decays and strengths are made of; a_log, dt_bias [N] float32."""
+    """a, b [B,W,N or more]: the projections that decays and strengths are made of; a_log, dt_bias [N] float32."""
 
     a: Array
     b: Array
@@ -36,17 +36,20 @@ class Gates(NamedTuple):
 
 
 def inputs(
-    past: Array, start: Array, qkv: Array, gates: Gates, valid: Array, weight: Array, *, key_heads: int, key_width: int
-) -> tuple[Array, Inputs]:
+    past: Array, start: Array, qkv: Array, gates: Gates, valid: Array, weight: Array, *, key_heads: int, key_width: int,
+    gates_at: tuple[int, int] = (0, 0),
+) -> tuple[Array, Inputs]:  # fmt: skip
     """The convolution's own inputs [B,L-1+W,C], of which the next window's tail is taken, and `Inputs`.
 
     Args:
       past: [B,n,C] what an earlier call gave; start: [B] int32, the first of the L-1 of these that come before qkv.
       qkv: [B,W,C or more], of which the first C count. valid: [B,W] bool, False on padding.
-      weight: [L,C], oldest tap first.
+      weight: [L,C], oldest tap first. gates_at: where in gates.a and gates.b the N that count begin.
     """
+    a, b = (x[..., at : at + len(gates.a_log)] for x, at in zip(gates[:2], gates_at, strict=True))
     before = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, weight.shape[0] - 1))(past, start)
     history = jnp.concatenate([before, qkv[..., : weight.shape[1]]], axis=1)
+    gates = gates._replace(a=a, b=b)
     return history, prepared(causal_conv(history, weight), gates, valid, key_heads=key_heads, key_width=key_width)
 
 

@@ -23,11 +23,16 @@ def arguments(batch: int, window: int, before: int, key_heads: int, repeats: int
     channels = 2 * key_heads * KEY + heads * VALUE
     normal = lambda *shape: jnp.asarray(3 * rng.normal(size=shape), dtype)
     single = lambda *shape: jnp.asarray(rng.random(shape), jnp.float32)
-    gates = Gates(normal(batch, window, heads), normal(batch, window, heads), single(heads), single(heads))
+    both = normal(batch, window, 2 * heads + 1)  # as `gates_at` has it
+    gates = Gates(both, both, single(heads), single(heads))
     start = jnp.arange(batch, dtype=jnp.int32) % (before + 1)
     valid = jnp.arange(window)[None] < window - jnp.arange(batch)[:, None] % 2
     past, qkv = normal(batch, TAPS - 1 + before, channels), normal(batch, window, channels + 5)
     return past, start, qkv, gates, valid, normal(TAPS, channels)
+
+
+def sizes_of(key_heads: int, repeats: int) -> dict[str, Any]:
+    return {"key_heads": key_heads, "key_width": KEY, "gates_at": (1 + key_heads * repeats, 1)}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +40,7 @@ def arguments(batch: int, window: int, before: int, key_heads: int, repeats: int
 )
 def test_the_kernel_as_the_reference(batch: int, window: int, before: int, key_heads: int, repeats: int) -> None:
     """Every accepted count; windows that keep their width, in place, and that change it; projections side by side."""
-    args, sizes = arguments(batch, window, before, key_heads, repeats), {"key_heads": key_heads, "key_width": KEY}
+    args, sizes = arguments(batch, window, before, key_heads, repeats), sizes_of(key_heads, repeats)
     (kept, got), (history, want) = (
         jax.jit(partial(f, **sizes))(*args) for f in (inputs_gpu.interpreted, inputs_reference.inputs)
     )
@@ -46,7 +51,7 @@ def test_the_kernel_as_the_reference(batch: int, window: int, before: int, key_h
 
 
 def test_half_precision_is_rounded_where_the_reference_rounds() -> None:
-    args, sizes = arguments(2, 3, 3, 2, 2, jnp.bfloat16), {"key_heads": 2, "key_width": KEY}
+    args, sizes = arguments(2, 3, 3, 2, 2, jnp.bfloat16), sizes_of(2, 2)
     (kept, got), (history, want) = (
         jax.jit(partial(f, **sizes))(*args) for f in (inputs_gpu.interpreted, inputs_reference.inputs)
     )
@@ -58,8 +63,9 @@ def test_half_precision_is_rounded_where_the_reference_rounds() -> None:
 
 def test_the_reference_in_numpy() -> None:
     past, start, qkv, gates, valid, weight = arguments(3, 3, 3, 2, 2)
-    history, found = jax.jit(partial(inputs, key_heads=2, key_width=KEY))(past, start, qkv, gates, valid, weight)
-    past, qkv, weight, a, b = (np.asarray(x, np.float64) for x in (past, qkv, weight, gates.a, gates.b))
+    history, found = jax.jit(partial(inputs, **sizes_of(2, 2)))(past, start, qkv, gates, valid, weight)
+    a, b = gates.a[..., 5:], gates.b[..., 1:5]
+    past, qkv, weight, a, b = (np.asarray(x, np.float64) for x in (past, qkv, weight, a, b))
     for row in range(3):
         rows = np.concatenate([past[row, row : row + TAPS - 1], qkv[row, :, :-5]])
         assert_close(history[row], rows, 1e-6)
@@ -78,7 +84,7 @@ def test_the_reference_in_numpy() -> None:
 
 def test_what_the_kernel_cannot_do() -> None:
     past, *rest = arguments(1, 2, 1, 1, 1)
-    sizes = {"key_heads": 1, "key_width": KEY}
+    sizes = sizes_of(1, 1)
     with pytest.raises(NotImplementedError, match="for GPUs"):
         inputs(past, *rest, **sizes, implementation="gpu")
     with pytest.raises(NotImplementedError, match="in float32 after others in bfloat16"):
