@@ -1,9 +1,11 @@
 """Pallas GPU kernel of one cycle of a delta-rule layer: what was accepted is folded in, the new window is verified.
 
-XLA reads the state three times and writes it once, in four kernels; here a program holds some columns of one head's
-state in registers, so that it is read once and written once, in place. Columns do not meet in the delta rule: each is a
-recurrence of its own, and only the small products of keys and queries are computed again for each group of columns.
-Everything is plain float32 arithmetic, no tensor cores: the kernel is bound by the bytes of the state.
+XLA reads the state three times and writes it once, in four kernels; here it is read once and written once, in place. A
+program takes some columns of one head's state and walks down its rows: a row needs what was accepted added to it, and
+then gives its part to the products of the window's keys and queries with the state, which is all that is left of it.
+So nothing of the state is held, threads meet only in the small products of keys and queries, and the numbers of keys
+are the same for all threads. Everything is plain float32 arithmetic. Products on tensor cores (float32 in three parts
+of TF32) were slower, and so was holding the state in registers for sums across threads (benchmarks/RESULTS.md).
 
 It is lowered by Pallas' Triton route, named explicitly. That route is deprecated since jax 0.11, and Mosaic GPU is to
 follow it; this kernel is a page of elementwise products and sums, which Mosaic GPU does not lay out by itself.
@@ -12,39 +14,53 @@ follow it; this kernel is a page of elementwise products and sums, which Mosaic 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.gated_delta.reference import Pending
 
 MAX_WINDOW = 16
-COLUMNS = 32  # of the state in one program: 128 bytes of each row, and programs enough for every multiprocessor
+
+
+class Tiles(NamedTuple):
+    """Of a program: columns of a state, warps that share them, rows that are read before the first is used."""
+
+    columns: int
+    warps: int
+    rows: int
+
+
+MANY, FEW = Tiles(128, 4, 8), Tiles(128, 4, 32)  # many heads keep the memory busy with little each
 
 
 def step(
-    state: Array, pending: Pending, q: Array, k: Array, v: Array, g: Array, beta: Array, *, interpret: Any = False
-) -> tuple[Array, Array, Array]:
-    """As `reference.step`, whose shapes and results it has. The state's buffer is reused where the caller donates it.
+    state: Array, pending: Pending, q: Array, k: Array, v: Array, g: Array, beta: Array, *, tiles: Tiles | None = None,
+    interpret: Any = False,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """As `reference.step`, whose shapes and results it has.
 
-    Raises NotImplementedError where there is no GPU, and for widths that are no powers of two, windows beyond 16 and
-    states that are not float32. `interpret`: as of `pl.pallas_call`.
+    The buffers of the state and of the pending updates are reused where the caller donates them. Raises
+    NotImplementedError where there is no GPU, and for widths that are no powers of two, windows beyond 16 and states
+    that are not float32. `tiles`: for measuring. `interpret`: as of `pl.pallas_call`.
     """
     _check(state, max(k.shape[1], pending.keys.shape[1]), interpret)
     batch, heads, key_width, value_width = state.shape
-    repeats, columns = heads // k.shape[2], min(COLUMNS, value_width)
+    chosen = tiles or (MANY if batch * heads >= 1024 else FEW)
+    repeats, columns = heads // k.shape[2], min(chosen.columns, value_width)
     keys = lambda x: pl.BlockSpec((None, x.shape[1], None, key_width), lambda b, h, p: (b, 0, h // repeats, 0))
     values = lambda x: pl.BlockSpec((None, x.shape[1], None, columns), lambda b, h, p: (b, 0, h, p))
     gates = lambda x: pl.BlockSpec((None, x.shape[1], None), lambda b, h, p: (b, 0, h))
     states = pl.BlockSpec((None, None, key_width, columns), lambda b, h, p: (b, h, 0, p))
     like_v = jax.ShapeDtypeStruct(v.shape, jnp.float32)
+    in_place = pending.updates.shape == v.shape and pending.updates.dtype == jnp.float32
     out, updates, state = pl.pallas_call(
-        _kernel,
+        partial(_kernel, min(chosen.rows, key_width)),
         grid=(batch, heads, value_width // columns),
         in_specs=[
             pl.BlockSpec((1,), lambda b, h, p: (b,)), states, keys(pending.keys), values(pending.updates),
@@ -52,8 +68,8 @@ def step(
         ],
         out_specs=[values(v), values(v), states],
         out_shape=[like_v, like_v, jax.ShapeDtypeStruct(state.shape, jnp.float32)],
-        input_output_aliases={1: 2},
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        input_output_aliases={1: 2, 3: 1} if in_place else {1: 2},
+        compiler_params=plgpu.CompilerParams(num_warps=chosen.warps, num_stages=1),
         interpret=interpret,
         name="gated_delta_step",
     )(pending.accepted, state, pending.keys, pending.updates, pending.log_decay, q, k, v, g, beta)  # fmt: skip
@@ -72,18 +88,52 @@ def _check(state: Array, window: int, interpret: Any) -> None:
 
 
 def _kernel(
-    accepted: Any, state: Any, old_keys: Any, old_updates: Any, old_decay: Any,
+    rows: int, accepted: Any, state: Any, old_keys: Any, old_updates: Any, old_decay: Any,
     q: Any, k: Any, v: Any, g: Any, beta: Any, out: Any, updates: Any, new_state: Any,
 ) -> None:  # fmt: skip
-    s = _fold(state[...], accepted[0], old_keys, old_updates, old_decay)
-    new_state[...] = s
+    counts = [j < accepted[0] for j in range(old_keys.shape[0])]
+    added, decay = _to_add(counts, old_updates, old_decay)
+
+    def walk(block: Array, products: list[Array]) -> list[Array]:
+        """`rows` rows further: all are read before the first is written, which the next to be read might be."""
+        at = [block * rows + r for r in range(rows)]
+        held = [state[i, :] for i in at]
+        old = [[_number(old_keys, j, i) for j in range(len(counts))] for i in at]
+        window = [[_number(x, t, i) for x in (k, q) for t in range(k.shape[0])] for i in at]
+        for r in range(rows):
+            held[r] *= decay
+            for j, update in enumerate(added):  # what was rejected may be anything
+                held[r] += jnp.where(counts[j], old[r][j], 0.0) * update
+            products = [total + x * held[r] for total, x in zip(products, window[r], strict=True)]
+        for i, row in zip(at, held, strict=True):
+            new_state[i, :] = row
+        return products
+
+    nothing = [jnp.zeros(state.shape[1:], jnp.float32)] * (2 * k.shape[0])
+    products = lax.fori_loop(0, state.shape[0] // rows, walk, nothing)
+    _solve(products[: k.shape[0]], products[k.shape[0] :], q, k, v, g, beta, out, updates)
+
+
+def _to_add(counts: list[Array], updates: Any, decay: Any) -> tuple[list[Array], Array]:
+    """The last window's updates [columns] as they stand at its end, 0 for those not accepted; the state's decay."""
+    found, to_end = [], jnp.float32(0.0)
+    for j in reversed(range(len(counts))):
+        found.append(jnp.where(counts[j], jnp.exp(to_end) * _row(updates, j), 0.0))
+        to_end += jnp.where(counts[j], decay[j].astype(jnp.float32), 0.0)
+    return found[::-1], jnp.exp(to_end)
+
+
+def _solve(
+    by_keys: list[Array], by_queries: list[Array], q: Any, k: Any, v: Any, g: Any, beta: Any, out: Any, updates: Any
+) -> None:
+    """The window's tokens one after another, from the products of their keys and queries with the state before it."""
     solved: list[Array] = []
     since_start = jnp.float32(0.0)
     for t in range(k.shape[0]):
         key, query = _row(k, t), _row(q, t)
         since_start += g[t].astype(jnp.float32)
         decay = jnp.exp(since_start)
-        read, said = decay * jnp.sum(s * key[:, None], axis=0), decay * jnp.sum(s * query[:, None], axis=0)
+        read, said = decay * by_keys[t], decay * by_queries[t]
         since = jnp.float32(0.0)
         for j in reversed(range(t)):  # each decay is a sum of its own, never a difference of two long ones
             since += g[j + 1].astype(jnp.float32)
@@ -95,15 +145,8 @@ def _kernel(
         out[t, :] = said + jnp.sum(key * query) * solved[t]
 
 
-def _fold(s: Array, accepted: Array, keys: Any, updates: Any, decay: Any) -> Array:
-    """The state [M, columns] after the first `accepted` tokens of the last window."""
-    added, to_end = jnp.zeros_like(s), jnp.float32(0.0)
-    for j in reversed(range(keys.shape[0])):
-        counts = j < accepted
-        update = jnp.where(counts, jnp.exp(to_end) * _row(updates, j), 0.0)  # what was rejected may be anything
-        added += jnp.where(counts, _row(keys, j), 0.0)[:, None] * update[None, :]
-        to_end += jnp.where(counts, decay[j].astype(jnp.float32), 0.0)
-    return s * jnp.exp(to_end) + added
+def _number(ref: Any, t: int, i: Array) -> Array:
+    return ref[t, i].astype(jnp.float32)
 
 
 def _row(ref: Any, t: int) -> Array:
