@@ -28,6 +28,7 @@ from eagle3_jax.layers.rope import rotation
 from eagle3_jax.per_device import divides, per_device
 from eagle3_jax.segments import segment_positions
 from eagle3_jax.sharding import attention_axes, pin, pin_rows
+from pallas_kernels import dispatch
 from pallas_kernels.attention import causal_attention, paged_attention, write_pages
 
 
@@ -41,7 +42,7 @@ class TargetOutput:
 
 
 class DecoderLayer(nnx.Module):
-    """Norm, token mixer (attention or delta rule), norm, feed-forward or mixture; two residual additions."""
+    """Norm, token mixer (attention or delta rule), norm, feed-forward or mixture; each norm follows an addition."""
 
     def __init__(self, config: TargetConfig, index: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         c = config
@@ -175,7 +176,7 @@ class Target(nnx.Module):
                 return layer.linear_attn(h, valid, segment_ids)
             return layer.self_attn(h, cos_sin, partial(causal_attention, segment_ids=segment_ids))
 
-        return self._decode(x, mixer, aux_layers)
+        return self._decode(x, mixer, aux_layers, dispatch.REFERENCE)  # what has gradients
 
     def prefill(
         self, token_ids: Array, num_valid: Array, cache: Cache, *, aux_layers: Sequence[int] = ()
@@ -227,23 +228,38 @@ class Target(nnx.Module):
 
             return layer.self_attn(h, cos_sin, attend)
 
-        return self._decode(x, mixer, aux_layers), tuple(layers)
+        return self._decode(x, mixer, aux_layers, None), tuple(layers)
 
-    def _decode(self, x: Array, mixer: Mixer, aux_layers: Sequence[int]) -> TargetOutput:
+    def _decode(self, x: Array, mixer: Mixer, aux_layers: Sequence[int], norms: str | None) -> TargetOutput:
+        """`norms`: which implementation adds and norms. What a block gives is added by the norm that comes next."""
         wanted, aux = check_aux_layers(aux_layers, self.config.num_layers), []
+        y: Array | None = None
         for i, layer in enumerate(self.layers):
-            if i in wanted:
-                aux.append(x)
             with jax.named_scope(f"layer_{i}"):
                 with jax.named_scope("delta_rule" if self.config.layer_types[i] == DELTA else "attention"):
-                    x = pin_rows(x + mixer(i, layer, layer.input_layernorm(x)))
+                    x, normed = _add(layer.input_layernorm, x, y, norms)
+                    if i in wanted:
+                        aux.append(x)
+                    y = mixer(i, layer, normed)
                 with jax.named_scope("mlp"):
-                    x = pin_rows(x + layer.mlp(layer.post_attention_layernorm(x)))
+                    x, normed = _add(layer.post_attention_layernorm, x, y, norms)
+                    y = layer.mlp(normed)
+        x, normed = _add(self.norm, x, y, norms)
         if self.config.num_layers in wanted:
             aux.append(x)
         if len(aux) != len(wanted):
             raise AssertionError(f"captured {len(aux)} aux states, {len(wanted)} were asked for")
-        return TargetOutput(self.norm(x), tuple(aux))
+        return TargetOutput(normed, tuple(aux))
+
+
+def _add(norm: RMSNorm, x: Array, y: Array | None, implementation: str | None) -> tuple[Array, Array]:
+    """The stream x with what a block adds to it, and its norm."""
+    if y is None:
+        return x, norm(x)
+    if dispatch.is_spread():  # the sum is put in its place before anything is made of it
+        x = pin_rows(x + y)
+        return x, norm(x)
+    return norm.add(x, y, implementation)
 
 
 def attend_pages(

@@ -21,6 +21,7 @@ from eagle3_jax.layers.mlp import MLP
 from eagle3_jax.layers.norm import RMSNorm
 from eagle3_jax.layers.rope import rotation
 from eagle3_jax.target import attend_pages
+from pallas_kernels import dispatch
 
 AttendLayer = Callable[[int, Array, Array, Array], Array]
 """(layer, q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> [B,T,N,H]."""
@@ -84,10 +85,14 @@ class Eagle3(nnx.Module):
             fused = self.input_norm(fused)
         return self.fc(fused)
 
-    def block(self, embeds: Array, hidden: Array, positions: Array, attend: AttendLayer) -> Array:
+    def block(
+        self, embeds: Array, hidden: Array, positions: Array, attend: AttendLayer, *,
+        norms: str | None = dispatch.REFERENCE,
+    ) -> Array:  # fmt: skip
         """The decoder layers: embeddings of token p+1 and features (or fed-back states) of p [B,T,D] -> [B,T,D].
 
-        `positions` [B,T] are those of the features. The result is before the final norm.
+        `positions` [B,T] are those of the features. The result is before the final norm. `norms`: which implementation
+        adds and norms; the reference has gradients.
         """
         cos_sin = rotation(positions, self.config.rope)
         for i, layer in enumerate(self.layers):
@@ -97,8 +102,9 @@ class Eagle3(nnx.Module):
                 x = jnp.concatenate([layer.input_layernorm(embeds), normed], axis=-1)
             else:
                 residual, x = hidden, layer.input_layernorm(hidden)
-            hidden = residual + layer.self_attn(x, cos_sin, partial(attend, i))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            attended = layer.self_attn(x, cos_sin, partial(attend, i))
+            hidden, normed = layer.post_attention_layernorm.add(residual, attended, norms)
+            hidden = hidden + layer.mlp(normed)
         return hidden
 
     def logits(self, hidden: Array) -> Array:
@@ -121,4 +127,4 @@ class Eagle3(nnx.Module):
             out, layers[i] = attend_pages(pages, cache, positions, valid, q, k, v)
             return out
 
-        return self.block(embeds, hidden, positions, attend), cache.replace(layers=tuple(layers))
+        return self.block(embeds, hidden, positions, attend, norms=None), cache.replace(layers=tuple(layers))

@@ -8,14 +8,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-
-def _normed(x: Array, eps: float) -> Array:
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-
-
-def _broadcast(weight: Array, ndim: int) -> Array:
-    return weight.astype(jnp.float32).reshape((1,) * (ndim - 1) + (-1,))
+from pallas_kernels.norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -26,8 +19,15 @@ class RMSNorm(nnx.Module):
         self.eps, self.zero_centered = eps, zero_centered
 
     def __call__(self, x: Array) -> Array:
-        weight = _broadcast(self.weight[...], x.ndim) + float(self.zero_centered)
-        return (_normed(x, self.eps) * weight).astype(x.dtype)
+        return rms_norm(x, self.weight[...], eps=self.eps, offset=float(self.zero_centered))
+
+    def add(self, x: Array, y: Array, implementation: str | None) -> tuple[Array, Array]:
+        """x + y, the residual stream and what a block adds to it, and the norm of the sum; both [..., D].
+
+        implementation: of `pallas_kernels.norm.add_rms_norm`, whose kernel has no gradients.
+        """
+        offset = float(self.zero_centered)
+        return add_rms_norm(x, y, self.weight[...], eps=self.eps, offset=offset, implementation=implementation)
 
 
 class GatedRMSNorm(nnx.Module):
@@ -38,5 +38,5 @@ class GatedRMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Array, gate: Array) -> Array:
-        y = _normed(x, self.eps) * _broadcast(self.weight[...], x.ndim)
+        y = rms_norm(x.astype(jnp.float32), self.weight[...], eps=self.eps)
         return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)

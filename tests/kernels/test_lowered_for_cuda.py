@@ -14,6 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 from pallas_kernels.attention import gpu as attention
 from pallas_kernels.gated_delta import Gates, Pending, inputs_gpu
 from pallas_kernels.gated_delta import gpu as gated_delta
+from pallas_kernels.norm import gpu as norm
 from pallas_kernels.verification import thresholds_gpu
 
 HOPPER = AbstractMesh(
@@ -52,9 +53,15 @@ def thresholds(window: int) -> tuple[Callable[..., Any], Any]:
     return thresholds_gpu.threshold, (of(window, 248320), of(window), of(window))
 
 
+def norms(window: int) -> tuple[Callable[..., Any], Any]:
+    width = 4096 if window == 1 else 2560  # that of a 4B target, no power of two
+    stream, weight = of(window, width, dtype=jnp.bfloat16), jax.ShapeDtypeStruct((width,), jnp.bfloat16)
+    return partial(norm.add_rms_norm, eps=1e-6, offset=1.0), (stream, stream, weight)
+
+
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("kernel", [delta_step, delta_inputs, pages, thresholds])
+@pytest.mark.parametrize("kernel", [delta_step, delta_inputs, pages, thresholds, norms])
 def test_at_the_shapes_of_a_9b_target(kernel: Any, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     function, arguments = kernel(window)

@@ -26,7 +26,7 @@ TOKENS, SLOTS, WIDTH = 10, 2, 4
 class Unaware(Target):
     """The decoder as it would be if drafters did not exist."""
 
-    def _decode(self, x: jax.Array, mixer: Mixer, aux_layers: Sequence[int]) -> TargetOutput:
+    def _decode(self, x: jax.Array, mixer: Mixer, aux_layers: Sequence[int], norms: str | None) -> TargetOutput:
         for i, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
                 x = x + mixer(i, layer, layer.input_layernorm(x))
