@@ -2,7 +2,9 @@
 
 XLA makes three kernels of a digit, of which two read all logits, since it sums for no more than some thresholds at a
 time. Here a program takes a row's share of the vocabulary; it first decides the digit before, from the sums that all
-shares have left, and then sums for the next. Lowered by Pallas' Triton route, named explicitly; see
+shares have left, and then sums for the next. It walks its share by chunks, which it adds to a chunk of sums for each
+value of the digit, so that threads meet at the end only. What a logit costs for each value is two instructions: one
+makes 1 or 0 of a comparison of floats, one multiplies and adds. Lowered by Pallas' Triton route, named explicitly; see
 `pallas_kernels.gated_delta.gpu` on why.
 """
 
@@ -18,107 +20,127 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-SHARE = 8192  # logits of a program
 BITS = 3  # of a digit: seven sums for each logit read
-SHIFTS = tuple(range(30, -1, -BITS))  # of digits, the greatest first, which has two bits only
-SIGN = np.int32(-(2**31))
+CHUNK, UNROLL, WARPS = 512, 4, 4  # loads of 16 bytes a thread, four of them before the first is used
+PROGRAMS, SHARES = 1024, 8  # in all and of a row, at least, where there are logits enough for them
+SIGN, REST = np.int32(-(2**31)), np.int32(2**31 - 1)
+BOTTOM = np.int32(0x7F800000) ^ np.int32(-1)  # the order of -infinity: below it are no numbers
 
 
 def threshold(
-    logits: Array, top: Array | None, wanted: Array, *, share: int = SHARE, interpret: Any = False
+    logits: Array, top: Array | None, wanted: Array, *, bits: int = BITS, share: int | None = None, chunk: int = CHUNK,
+    unroll: int = UNROLL, warps: int = WARPS, interpret: Any = False,
 ) -> Array:  # fmt: skip
-    """As `thresholds.threshold`, but that sums are added in another order. `share`: a power of two.
+    """As `thresholds.threshold`, but that sums are added in another order; exp(logits - top) must not overflow.
 
-    Raises NotImplementedError where there is no GPU, and for logits that are not float32. `interpret`: as of
-    `pl.pallas_call`.
+    Args:
+      bits: of a digit. share: logits of a program, made whole steps of `unroll` chunks; None: by the number of rows.
+      chunk: logits added at once, a power of two. warps: of a program. interpret: as of `pl.pallas_call`.
+
+    Raises NotImplementedError where there is no GPU, and for logits that are not float32.
     """
     if jax.default_backend() != "gpu" and not interpret:
         raise NotImplementedError("this kernel is for GPUs")
     if logits.dtype != jnp.float32:
         raise NotImplementedError(f"logits must be float32, not {logits.dtype}")
-    rows = logits.reshape(-1, logits.shape[-1])
-    shares = 1 << (-(-rows.shape[1] // share) - 1).bit_length()
-    tops, least = (None if x is None else x.astype(jnp.float32).reshape(-1) for x in (top, wanted))
-    assert least is not None
-    found, sums, before = jnp.zeros(len(rows), jnp.int32), jnp.zeros((len(rows), shares, 1 << BITS)), 32
-    for shift in SHIFTS:
-        digit = _Digit(before, shift, share, weighed=top is not None)
-        found, sums = _sweep(digit, rows, tops, least, found, sums, interpret)
-        before = shift
-    last = _decide(found, [jnp.sum(sums[:, :, digit], axis=1) for digit in _digits(before)], least, before)
-    return lax.bitcast_convert_type(last, jnp.uint32).reshape(wanted.shape)
+    rows, flat = logits.reshape(-1, logits.shape[-1]), lambda x: x.astype(jnp.float32).reshape(-1)
+    share = share or pl.cdiv(rows.shape[1], max(SHARES, PROGRAMS // len(rows)))
+    digit = _Digit(32, bits, chunk, chunk * unroll, pl.cdiv(share, chunk * unroll), weighed=top is not None)
+    past: tuple[Array, ...] = ()
+    for shift in range(31 // bits * bits, -1, -bits):
+        digit = digit._replace(shift=shift)
+        past = _sweep(digit, rows, flat(wanted if top is None else top), flat(wanted), past, warps, interpret)
+    found, sums = past
+    found = jax.vmap(partial(_decide, digit))(found, sums, flat(wanted))
+    return lax.bitcast_convert_type(found, jnp.uint32).reshape(wanted.shape)
 
 
 class _Digit(NamedTuple):
-    """One sweep: it decides the digit at `before` (32: there is none) and sums for each value of the one at `shift`."""
+    """A sweep sums for each value of the digit at `shift`, of `bits` bits or what is left; a program takes `steps`."""
 
-    before: int
     shift: int
-    share: int
+    bits: int
+    chunk: int
+    step: int  # logits: some chunks
+    steps: int
     weighed: bool
 
-
-def _digits(shift: int) -> range:
-    return range(1, 1 << min(BITS, 32 - shift))
-
-
-def _decide(found: Array, sums: list[Array], wanted: Any, shift: int) -> Array:
-    """The threshold's bits so far, in an int32, with the digit at `shift`: as great as still leaves enough."""
-    held = [(total >= wanted).astype(jnp.int32) for total in sums]
-    return found + (sum(held[1:], held[0]) << shift)
+    @property
+    def values(self) -> range:
+        return range(1, 1 << min(self.bits, 32 - self.shift))
 
 
 def _sweep(
-    digit: _Digit, rows: Array, top: Array | None, wanted: Array, found: Array, sums: Array, interpret: Any
-) -> tuple[Array, Array]:
-    count, shares, digits = sums.shape
+    digit: _Digit, rows: Array, top: Array, wanted: Array, past: tuple[Array, ...], warps: int, interpret: Any
+) -> tuple[Array, ...]:
+    """Bits [rows] int32 that the sums of the digit before decide, and this one's sums [rows,shares,values]."""
+    count, vocab_size = rows.shape
+    shares, values = pl.next_power_of_2(pl.cdiv(vocab_size, digit.steps * digit.step)), 1 << digit.bits
     one = pl.BlockSpec((1,), lambda r, s: (r,))
-    row = pl.BlockSpec((None, rows.shape[1]), lambda r, s: (r, 0))
-    now: tuple[Array, Array] = pl.pallas_call(
+    before = [one, pl.BlockSpec((None, shares, values), lambda r, s: (r, 0, 0))]
+    sums = jax.ShapeDtypeStruct((count, shares, values), jnp.float32)
+    now: tuple[Array, ...] = pl.pallas_call(
         partial(_kernel, digit),
         grid=(count, shares),
-        in_specs=[row, one, one, one, pl.BlockSpec((None, shares, digits), lambda r, s: (r, 0, 0))],
-        out_specs=[one, pl.BlockSpec((None, None, digits), lambda r, s: (r, s, 0))],
-        out_shape=[jax.ShapeDtypeStruct(found.shape, jnp.int32), jax.ShapeDtypeStruct(sums.shape, jnp.float32)],
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        in_specs=[pl.BlockSpec((None, vocab_size), lambda r, s: (r, 0)), one, one, *before[: len(past)]],
+        out_specs=[one, pl.BlockSpec((None, None, values), lambda r, s: (r, s, 0))],
+        out_shape=[jax.ShapeDtypeStruct((count,), jnp.int32), sums],
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name="threshold_digit",
-    )(rows, wanted if top is None else top, wanted, found, sums)
+    )(rows, top, wanted, *past)
     return now
 
 
-def _kernel(
-    digit: _Digit, logits: Any, top: Any, wanted: Any, found: Any, sums: Any, now_found: Any, now_sums: Any
-) -> None:
-    bits = found[0]
-    if digit.before < 32:
-        bits = _decide(bits, [jnp.sum(sums[:, value]) for value in _digits(digit.before)], wanted[0], digit.before)
-    now_found[0] = bits  # every share of a row writes the same
-    at = pl.program_id(1) * digit.share + jnp.arange(digit.share, dtype=jnp.int32)
-    there = at < logits.shape[0]
-    x = plgpu.load(logits.at[at], mask=there, other=-jnp.inf)
-    # A logit of -inf weighs nothing beside any other, but it is counted.
-    weight = jnp.exp(x - top[0]) if digit.weighed else jnp.where(there, 1.0, 0.0)
-    ordered = _ordered(x)
-    for value in _digits(digit.shift):
-        least = (bits + _int32(value << digit.shift)) ^ SIGN
-        now_sums[value] = jnp.sum(jnp.where(ordered >= least, weight, 0.0))
+def _kernel(digit: _Digit, logits: Any, top: Any, wanted: Any, *refs: Any) -> None:
+    *past, now_found, now_sums = refs
+    before = digit._replace(shift=digit.shift + digit.bits)
+    found = _decide(before, past[0][0], past[1][...], wanted[0]) if past else jnp.int32(0)
+    now_found[0] = found  # every share of a row writes the same
+    least = [_float(found + np.uint32(value << digit.shift).astype(np.int32)) for value in digit.values]
+    add = partial(_add, digit, logits, top[0], least)
+    start, whole = pl.program_id(1) * digit.steps, logits.shape[0] // digit.step
+    stop = jnp.minimum(start + digit.steps, pl.cdiv(logits.shape[0], digit.step))
+    sums = tuple(jnp.zeros(digit.chunk, jnp.float32) for _ in least)
+    sums = lax.fori_loop(start, jnp.minimum(stop, whole), partial(add, False), sums)
+    sums = lax.fori_loop(jnp.maximum(start, whole), stop, partial(add, True), sums)
+    for value, total in zip(digit.values, sums, strict=True):
+        now_sums[value] = jnp.sum(total)
 
 
-def _int32(word: int) -> np.int32:
-    return np.int32(word - (1 << 32) if word >> 31 else word)
+def _decide(digit: _Digit, found: Array, sums: Array, wanted: Array) -> Array:
+    """The threshold's bits so far, int32, with this digit: as great as still leaves enough. sums: [shares,values]."""
+    value = jnp.arange(sums.shape[1], dtype=jnp.int32)
+    held = (jnp.sum(sums, axis=0) >= wanted) & (value >= 1) & (value <= digit.values[-1])  # others were not written
+    return found + (jnp.sum(held.astype(jnp.int32)) << digit.shift)
 
 
-def _ordered(x: Array) -> Array:
-    """int32 with the order of float32: `thresholds.ordered_bits` with its first bit turned over."""
-    word = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
-    return jnp.where(word < 0, word ^ np.int32(2**31 - 1), word)
+def _add(
+    digit: _Digit, logits: Any, top: Array, least: list[Array], last: bool, step: Array, sums: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """The sums [chunk] for each value, with one step more. `last`: some of its logits may not be there."""
+    first = step * digit.step + jnp.arange(digit.chunk, dtype=jnp.int32)
+    places = [first + offset for offset in range(0, digit.step, digit.chunk)]
+    none = -np.inf if digit.weighed else np.nan  # weighs nothing, or is not counted
+    beyond = lambda at: {"mask": at < logits.shape[0], "other": none} if last else {}
+    for x in [plgpu.load(logits.at[at], **beyond(at)) for at in places]:
+        weight = jnp.exp2((x - top) * np.float32(np.log2(np.e))) if digit.weighed else 1.0  # exp costs twice as much
+        sums = tuple(total + jnp.where(x >= f, 1.0, 0.0) * weight for total, f in zip(sums, least, strict=True))
+    return sums
+
+
+def _float(bits: Array) -> Array:
+    """The float32 that a number reaches if and only if its `thresholds.ordered_bits` are `bits` or more."""
+    order = jnp.maximum(bits ^ SIGN, BOTTOM)  # above infinity's, a NaN: nothing reaches it
+    least = lax.bitcast_convert_type(jnp.where(order < 0, order ^ REST, order), jnp.float32)
+    # A device may take the least numbers for 0, logits as well as this one, which 0 must not reach.
+    return jnp.where((order > 0) & (least <= 0), jnp.finfo(jnp.float32).tiny, least)
 
 
 def small_case() -> tuple[Any, ...]:
-    """Arguments of `threshold`: two rows of three shares, logits of both signs, a third of which are the same."""
+    """Arguments of `threshold`: rows of some shares of some steps, logits of both signs, a third of them the same."""
     rng = np.random.default_rng(0)
-    logits = jnp.asarray(np.round(rng.normal(size=(2, 1, 20000)) * 4, 1), jnp.float32)
+    logits = jnp.asarray(np.round(rng.normal(size=(128, 1, 20000)) * 4, 1), jnp.float32)
     top = logits.max(-1)
     return logits, top, 0.9 * jnp.exp(logits - top[..., None]).sum(-1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import jax
@@ -17,23 +18,42 @@ RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(2, 3, 100)).astype(np.float32) * 5
 LOGITS[0, 1, 4:9] = LOGITS[1, 2, :40] = -np.inf
 LOGITS[1, 0, 10:30] = np.round(LOGITS[1, 0, 10:30])  # ties, zeros among them
+LOGITS[0, 2, :60:2] = 0.0  # a third or more of what is kept: the threshold
+LOGITS[0, 2, 1:60:3] = -0.0
+# Two programs a row; of some whole steps, and at the end of a step whose last logits, or chunks, are not there.
+SIZES = {"bits": 3, "share": 64, "chunk": 8, "unroll": 2}, {"bits": 4, "share": 64, "chunk": 16, "unroll": 2}
 
 
-@pytest.mark.parametrize("keep", [thresholds.keep_top_k, thresholds.keep_top_p])
-def test_the_same_tokens_are_kept(keep: object) -> None:
-    """By row: off, one token, some, nearly all; shares of 32 logits, the last of which are not there."""
-    small = partial(thresholds_gpu.interpreted, share=32)
+@pytest.mark.parametrize("keep, size", [(thresholds.keep_top_k, SIZES[0]), (thresholds.keep_top_p, SIZES[1])])
+def test_the_same_tokens_are_kept(keep: Any, size: dict[str, int]) -> None:
+    """By row: off, one token, some, nearly all."""
     by_count = keep is thresholds.keep_top_k
-    for value in (0, 1, 7, 99) if by_count else (0.0, 1e-6, 0.5, 0.97):
-        asked = jnp.full((2, 1), value, jnp.int32 if by_count else jnp.float32)
-        want = keep(jnp.asarray(LOGITS), asked)  # type: ignore[operator]
-        with mock.patch.object(thresholds, "_threshold_gpu", small), dispatch.using("gpu"):
-            got = keep(jnp.asarray(LOGITS), asked)  # type: ignore[operator]
+    asked = jnp.zeros((2, 1), jnp.int32 if by_count else jnp.float32)
+    with mock.patch.object(thresholds, "threshold", partial(thresholds_gpu.interpreted, **size)):
+        kernel = jax.jit(lambda *args: keep(*args)).lower(LOGITS, asked).compile()
+    reference = jax.jit(keep)
+    for value in (0, 1, 7, 40, 60, 99) if by_count else (0.0, 1e-6, 0.5, 0.97):
+        asked = jnp.full_like(asked, value)
+        got, want = kernel(LOGITS, asked), reference(LOGITS, asked)
         assert np.array_equal(got, want), value
 
 
+def test_a_float_stands_for_ordered_bits() -> None:
+    """Those of numbers, their neighbours, and any: of NaN too, and of what a device takes for 0."""
+    tiny, huge = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+    edges = np.array([0, 1e-40, tiny, 1, huge, np.inf, *RNG.normal(size=9)], np.float32)
+    numbers = np.concatenate([edges, -edges, np.nextafter(edges, np.float32(0)), LOGITS[:, :, ::7].ravel()])
+    known = np.asarray(thresholds.ordered_bits(jnp.asarray(numbers)))
+    others = RNG.integers(0, 1 << 32, 200, dtype=np.uint32), np.array([0, 2**31 - 1, 2**32 - 1], np.uint32)
+    bits = np.concatenate([known, known + np.uint32(1), known - np.uint32(1), *others])
+    least = jax.vmap(thresholds_gpu._float)(jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.int32))
+    got = jax.vmap(lambda f: numbers >= f)(least)
+    assert np.array_equal(got, known >= bits[:, None])
+
+
 def test_the_case_by_which_it_is_proven() -> None:
-    assert proof._verdict(thresholds_gpu.interpreted, thresholds._threshold, thresholds_gpu.small_case, 0.0) is None
+    kernel = partial(thresholds_gpu.interpreted, share=20000)  # fewer programs, and so faster
+    assert proof._verdict(kernel, thresholds._threshold, thresholds_gpu.small_case, 0.0) is None
 
 
 def test_elsewhere_the_reference_is_used() -> None:
