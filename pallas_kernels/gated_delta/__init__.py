@@ -138,8 +138,8 @@ def inputs(
       qkv: [B,W,C or more] of queries, keys and values, of which the first C count. valid: [B,W] bool.
       weight: [L,C], oldest tap first. gates_at: where in gates.a and gates.b the N that count begin, so that all
         projections of a layer may stand side by side in one array, of which nothing needs cutting out.
-      implementation: see `pallas_kernels.dispatch`. "gpu" does it in one kernel, in the place of `past` where
-        the caller donates it; it has been compared with the reference by interpretation, and not been timed.
+      implementation: see `pallas_kernels.dispatch`. "gpu", the default on GPUs, does it in one kernel, in the place of
+        `past` where the caller donates it.
 
     Returns:
       the convolution's inputs [B,L-1+W,C], for the next call, and the window's `Inputs`.
@@ -149,7 +149,8 @@ def inputs(
     }  # fmt: skip
     args = (past, start, qkv, gates, valid, weight)
     sizes: dict[str, Any] = {"key_heads": key_heads, "key_width": key_width}
-    return dispatch.call("gated_delta.inputs", implementation, implementations, *args, **sizes, gates_at=gates_at)
+    sizes["gates_at"] = gates_at
+    return dispatch.call("gated_delta.inputs", implementation, implementations, *args, default="gpu", **sizes)
 
 
 def _inputs_gpu(*args: Any, **sizes: Any) -> tuple[Array, Inputs]:

@@ -1,14 +1,18 @@
 """Pallas GPU kernel of one cycle of a delta-rule layer: what was accepted is folded in, the new window is verified.
 
-XLA reads the state three times and writes it once, in four kernels; here it is read once and written once, in place. A
-program takes some columns of one head's state and walks down its rows: a row needs what was accepted added to it, and
-then gives its part to the products of the window's keys and queries with the state, which is all that is left of it.
-So nothing of the state is held, threads meet only in the small products of keys and queries, and the numbers of keys
-are the same for all threads. Everything is plain float32 arithmetic. Products on tensor cores (float32 in three parts
-of TF32) were slower, and so was holding the state in registers for sums across threads (benchmarks/RESULTS.md).
+XLA reads the state three times and writes it once, in four kernels; here it is read once and written once, in place.
+Columns do not meet in the delta rule: each is a recurrence of its own, and a program takes some of one head's. A row of
+the state needs what was accepted added to it, and then gives its part to the products of the window's keys and queries
+with the state, which is all that the window needs of it. Two ways of doing this:
 
-It is lowered by Pallas' Triton route, named explicitly. That route is deprecated since jax 0.11, and Mosaic GPU is to
-follow it; this kernel is a page of elementwise products and sums, which Mosaic GPU does not lay out by itself.
+- walking down the rows, each thread for itself, keeping the products and nothing of the state. The numbers of keys are
+  the same for all threads, which therefore never wait for one another; but a walk is long.
+- holding all rows at once, spread over the threads, and adding across these. Short, and so better where heads are few.
+
+Everything is plain float32 arithmetic: products on tensor cores (float32 in three parts of TF32) were slower
+(benchmarks/RESULTS.md). It is lowered by Pallas' Triton route, named explicitly. That route is deprecated since jax
+0.11, and Mosaic GPU is to follow it; this kernel is a page of elementwise products and sums, which Mosaic GPU does not
+lay out by itself.
 """
 
 from __future__ import annotations
@@ -29,16 +33,23 @@ MAX_WINDOW = 16
 
 
 class Tiles(NamedTuple):
-    """Of a program: columns of a state, warps that share them, rows that are read before the first is used."""
+    """Of a program: columns of a state; warps; rows that a walk reads before it uses the first, 0 for no walk."""
 
     columns: int
     warps: int
     rows: int
 
 
-MANY, FEW = Tiles(128, 4, 8), Tiles(128, 4, 32)  # many heads keep the memory busy with little each
+FEW, SOME, MANY = Tiles(32, 4, 0), Tiles(32, 1, 8), Tiles(128, 1, 8)
 
 
+def _tiles(heads: int, window: int) -> Tiles:
+    """By how many heads there are in all rows."""
+    tiles = FEW if heads < 128 else SOME if heads < 1024 else MANY
+    return tiles._replace(rows=tiles.rows // 2) if window > 4 else tiles  # kernels that compile in seconds
+
+
+@partial(jax.jit, static_argnames=("tiles", "interpret"))  # so that a program of many layers lowers it once
 def step(
     state: Array, pending: Pending, q: Array, k: Array, v: Array, g: Array, beta: Array, *, tiles: Tiles | None = None,
     interpret: Any = False,
@@ -51,8 +62,8 @@ def step(
     """
     _check(state, max(k.shape[1], pending.keys.shape[1]), interpret)
     batch, heads, key_width, value_width = state.shape
-    chosen = tiles or (MANY if batch * heads >= 1024 else FEW)
-    repeats, columns = heads // k.shape[2], min(chosen.columns, value_width)
+    tiles = tiles or _tiles(batch * heads, k.shape[1])
+    repeats, columns = heads // k.shape[2], min(tiles.columns, value_width)
     keys = lambda x: pl.BlockSpec((None, x.shape[1], None, key_width), lambda b, h, p: (b, 0, h // repeats, 0))
     values = lambda x: pl.BlockSpec((None, x.shape[1], None, columns), lambda b, h, p: (b, 0, h, p))
     gates = lambda x: pl.BlockSpec((None, x.shape[1], None), lambda b, h, p: (b, 0, h))
@@ -60,7 +71,7 @@ def step(
     like_v = jax.ShapeDtypeStruct(v.shape, jnp.float32)
     in_place = pending.updates.shape == v.shape and pending.updates.dtype == jnp.float32
     out, updates, state = pl.pallas_call(
-        partial(_kernel, min(chosen.rows, key_width)),
+        partial(_kernel, min(tiles.rows, key_width)),
         grid=(batch, heads, value_width // columns),
         in_specs=[
             pl.BlockSpec((1,), lambda b, h, p: (b,)), states, keys(pending.keys), values(pending.updates),
@@ -69,7 +80,7 @@ def step(
         out_specs=[values(v), values(v), states],
         out_shape=[like_v, like_v, jax.ShapeDtypeStruct(state.shape, jnp.float32)],
         input_output_aliases={1: 2, 3: 1} if in_place else {1: 2},
-        compiler_params=plgpu.CompilerParams(num_warps=chosen.warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=1),
         interpret=interpret,
         name="gated_delta_step",
     )(pending.accepted, state, pending.keys, pending.updates, pending.log_decay, q, k, v, g, beta)  # fmt: skip
@@ -93,25 +104,51 @@ def _kernel(
 ) -> None:  # fmt: skip
     counts = [j < accepted[0] for j in range(old_keys.shape[0])]
     added, decay = _to_add(counts, old_updates, old_decay)
+    old = _Last(counts, old_keys, added, decay)
+    vectors = [(x, t) for x in (k, q) for t in range(k.shape[0])]
+    products = _walk(rows, state, old, vectors, new_state) if rows else _hold(state, old, vectors, new_state)
+    _solve(products[: k.shape[0]], products[k.shape[0] :], q, k, v, g, beta, out, updates)
 
-    def walk(block: Array, products: list[Array]) -> list[Array]:
-        """`rows` rows further: all are read before the first is written, which the next to be read might be."""
+
+class _Last(NamedTuple):
+    """The last window: which of its tokens count, their keys, their updates [columns], the state's decay over it."""
+
+    counts: list[Array]
+    keys: Any
+    updates: list[Array]
+    decay: Array
+
+
+def _walk(rows: int, state: Any, old: _Last, vectors: list[tuple[Any, int]], new_state: Any) -> list[Array]:
+    """The products [columns] of each of the vectors with the state, which is brought up to date on the way."""
+
+    def further(block: Array, products: list[Array]) -> list[Array]:
+        """All rows are read before the first is written, which the next to be read might be."""
         at = [block * rows + r for r in range(rows)]
         held = [state[i, :] for i in at]
-        old = [[_number(old_keys, j, i) for j in range(len(counts))] for i in at]
-        window = [[_number(x, t, i) for x in (k, q) for t in range(k.shape[0])] for i in at]
+        keys = [[_number(old.keys, j, i) for j in range(len(old.counts))] for i in at]
+        numbers = [[_number(x, t, i) for x, t in vectors] for i in at]
         for r in range(rows):
-            held[r] *= decay
-            for j, update in enumerate(added):  # what was rejected may be anything
-                held[r] += jnp.where(counts[j], old[r][j], 0.0) * update
-            products = [total + x * held[r] for total, x in zip(products, window[r], strict=True)]
+            held[r] *= old.decay
+            for counts, key, update in zip(old.counts, keys[r], old.updates, strict=True):
+                held[r] += jnp.where(counts, key, 0.0) * update  # what was rejected may be anything
+            products = [total + x * held[r] for total, x in zip(products, numbers[r], strict=True)]
         for i, row in zip(at, held, strict=True):
             new_state[i, :] = row
         return products
 
-    nothing = [jnp.zeros(state.shape[1:], jnp.float32)] * (2 * k.shape[0])
-    products = lax.fori_loop(0, state.shape[0] // rows, walk, nothing)
-    _solve(products[: k.shape[0]], products[k.shape[0] :], q, k, v, g, beta, out, updates)
+    nothing = [jnp.zeros(state.shape[1:], jnp.float32)] * len(vectors)
+    products: list[Array] = lax.fori_loop(0, state.shape[0] // rows, further, nothing)
+    return products
+
+
+def _hold(state: Any, old: _Last, vectors: list[tuple[Any, int]], new_state: Any) -> list[Array]:
+    """As `_walk`."""
+    held = state[...] * old.decay
+    for j, (counts, update) in enumerate(zip(old.counts, old.updates, strict=True)):
+        held += jnp.where(counts, _row(old.keys, j), 0.0)[:, None] * update[None, :]
+    new_state[...] = held
+    return [jnp.sum(held * _row(x, t)[:, None], axis=0) for x, t in vectors]
 
 
 def _to_add(counts: list[Array], updates: Any, decay: Any) -> tuple[list[Array], Array]:

@@ -24,6 +24,7 @@ from pallas_kernels.gated_delta.inputs_reference import EPS, Gates, Inputs
 MAX_WINDOW = 16
 
 
+@partial(jax.jit, static_argnames=("key_heads", "key_width", "gates_at", "interpret"))  # lowered once for all layers
 def inputs(
     past: Array, start: Array, qkv: Array, gates: Gates, valid: Array, weight: Array, *, key_heads: int, key_width: int,
     gates_at: tuple[int, int] = (0, 0), interpret: Any = False,

@@ -21,6 +21,7 @@ MAX_WIDTH = 16384  # of a row: 64 elements a thread
 MAX_SIZE = 2**31  # elements that a kernel counts in an int32
 
 
+@partial(jax.jit, static_argnames=("eps", "offset", "warps", "interpret"))  # lowered once for all layers
 def add_rms_norm(
     x: Array, y: Array, weight: Array, *, eps: float, offset: float = 0.0, warps: int | None = None,
     interpret: Any = False,

@@ -15,21 +15,24 @@ from tests.kernels.test_gated_delta_tpu import arguments
     ("batch", "window", "before", "key_heads", "repeats"),
     [(4, 3, 2, 1, 3), (2, 1, 1, 4, 1), (2, 5, 8, 2, 2), (1, 8, 4, 1, 1)],
 )
-def test_as_the_reference(batch: int, window: int, before: int, key_heads: int, repeats: int) -> None:
-    """Every accepted count, windows that change their width, grouped heads."""
+@pytest.mark.parametrize("tiles", [gpu.FEW, gpu.Tiles(64, 1, 4)])
+def test_as_the_reference(batch: int, window: int, before: int, key_heads: int, repeats: int, tiles: gpu.Tiles) -> None:
+    """Every accepted count, windows that change their width, grouped heads; holding all rows, and walking down them."""
     args = arguments(batch, window, before, key_heads, repeats)
-    got, want = jax.jit(gpu.interpreted)(*args), jax.jit(reference.step)(*args)
+    got, want = gpu.interpreted(*args, tiles=tiles), jax.jit(reference.step)(*args)
     for name, a, b in zip(("out", "updates", "state"), got, want, strict=True):
         assert_close(a, b, 1e-5, name)
     assert jnp.array_equal(got[2][0], args[0][0]), "nothing was accepted in row 0"
 
 
-def test_strong_decays_and_rejected_garbage() -> None:
+@pytest.mark.parametrize("tiles", [gpu.FEW, gpu.Tiles(128, 1, 2)])
+def test_strong_decays_and_rejected_garbage(tiles: gpu.Tiles) -> None:
     state, pending, *window = arguments(2, 4, 3, 1, 2, strength=60.0)
     want = reference.step(state, pending, *window)
     rejected = jnp.arange(3)[None, :] >= pending.accepted[:, None]
-    bad = pending._replace(updates=jnp.where(rejected[..., None, None], jnp.nan, pending.updates))
-    for name, a, b in zip(("out", "updates", "state"), gpu.interpreted(state, bad, *window), want, strict=True):
+    bad = [jnp.where(rejected[..., None, None], jnp.nan, x) for x in (pending.keys, pending.updates)]
+    got = gpu.interpreted(state, pending._replace(keys=bad[0], updates=bad[1]), *window, tiles=tiles)
+    for name, a, b in zip(("out", "updates", "state"), got, want, strict=True):
         assert_close(a, b, 1e-5, name)
 
 
@@ -41,3 +44,8 @@ def test_what_it_cannot_do() -> None:
         gpu.interpreted(state.astype(jnp.bfloat16), pending, *window)
     with pytest.raises(NotImplementedError, match="powers of two"):
         gpu.interpreted(state[..., :96], pending, *window)
+
+
+def test_the_more_heads_the_longer_the_walks() -> None:
+    assert gpu._tiles(32, 4) == gpu.FEW and gpu._tiles(2048, 4) == gpu.MANY
+    assert gpu._tiles(256, 8) == gpu.SOME._replace(rows=gpu.SOME.rows // 2)
