@@ -40,13 +40,8 @@ class Tiles(NamedTuple):
     rows: int
 
 
-FEW, SOME, MANY = Tiles(32, 4, 0), Tiles(32, 1, 8), Tiles(128, 1, 8)
-
-
-def _tiles(heads: int, window: int) -> Tiles:
-    """By how many heads there are in all rows."""
-    tiles = FEW if heads < 128 else SOME if heads < 1024 else MANY
-    return tiles._replace(rows=tiles.rows // 2) if window > 4 else tiles  # kernels that compile in seconds
+HOLD, WALK = Tiles(32, 4, 0), Tiles(128, 1, 4)
+MANY = 1024  # heads in all rows of a batch, from which on they are walked down
 
 
 @partial(jax.jit, static_argnames=("tiles", "interpret"))  # so that a program of many layers lowers it once
@@ -62,7 +57,7 @@ def step(
     """
     _check(state, max(k.shape[1], pending.keys.shape[1]), interpret)
     batch, heads, key_width, value_width = state.shape
-    tiles = tiles or _tiles(batch * heads, k.shape[1])
+    tiles = tiles or (WALK if batch * heads >= MANY else HOLD)
     repeats, columns = heads // k.shape[2], min(tiles.columns, value_width)
     keys = lambda x: pl.BlockSpec((None, x.shape[1], None, key_width), lambda b, h, p: (b, 0, h // repeats, 0))
     values = lambda x: pl.BlockSpec((None, x.shape[1], None, columns), lambda b, h, p: (b, 0, h, p))
@@ -144,9 +139,10 @@ def _walk(rows: int, state: Any, old: _Last, vectors: list[tuple[Any, int]], new
 
 def _hold(state: Any, old: _Last, vectors: list[tuple[Any, int]], new_state: Any) -> list[Array]:
     """As `_walk`."""
-    held = state[...] * old.decay
+    added = jnp.zeros(state.shape, jnp.float32)
     for j, (counts, update) in enumerate(zip(old.counts, old.updates, strict=True)):
-        held += jnp.where(counts, _row(old.keys, j), 0.0)[:, None] * update[None, :]
+        added += jnp.where(counts, _row(old.keys, j), 0.0)[:, None] * update[None, :]
+    held = state[...] * old.decay + added
     new_state[...] = held
     return [jnp.sum(held * _row(x, t)[:, None], axis=0) for x, t in vectors]
 
