@@ -108,8 +108,10 @@ def _gpu(*args: Any, parents: Array | None) -> tuple[Array, Array, Array]:
         raise NotImplementedError("this kernel is for GPUs")
     from pallas_kernels.gated_delta import gpu
 
-    proof.require("gated_delta.step on this GPU", gpu.step, reference.step, gpu.small_case, rtol=1e-4)
-    return gpu.step(*args)
+    tiles = gpu.tiles_for(args[0])
+    kernel = partial(gpu.step, tiles=tiles)
+    proof.require(f"gated_delta.step on this GPU, {tiles}", kernel, reference.step, gpu.small_case, rtol=1e-4)
+    return kernel(*args)
 
 
 def _refuse_trees(pending: Pending, parents: Array | None) -> None:

@@ -44,6 +44,11 @@ HOLD, WALK = Tiles(32, 4, 0), Tiles(128, 1, 4)
 MANY = 1024  # heads in all rows of a batch, from which on they are walked down
 
 
+def tiles_for(state: Array) -> Tiles:
+    """What `step` takes by itself for a state [B,N,M,P]."""
+    return WALK if state.shape[0] * state.shape[1] >= MANY else HOLD
+
+
 @partial(jax.jit, static_argnames=("tiles", "interpret"))  # so that a program of many layers lowers it once
 def step(
     state: Array, pending: Pending, q: Array, k: Array, v: Array, g: Array, beta: Array, *, tiles: Tiles | None = None,
@@ -57,7 +62,7 @@ def step(
     """
     _check(state, max(k.shape[1], pending.keys.shape[1]), interpret)
     batch, heads, key_width, value_width = state.shape
-    tiles = tiles or (WALK if batch * heads >= MANY else HOLD)
+    tiles = tiles or tiles_for(state)
     repeats, columns = heads // k.shape[2], min(tiles.columns, value_width)
     keys = lambda x: pl.BlockSpec((None, x.shape[1], None, key_width), lambda b, h, p: (b, 0, h // repeats, 0))
     values = lambda x: pl.BlockSpec((None, x.shape[1], None, columns), lambda b, h, p: (b, 0, h, p))

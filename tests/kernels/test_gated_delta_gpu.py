@@ -44,3 +44,8 @@ def test_what_it_cannot_do() -> None:
         gpu.interpreted(state.astype(jnp.bfloat16), pending, *window)
     with pytest.raises(NotImplementedError, match="powers of two"):
         gpu.interpreted(state[..., :96], pending, *window)
+
+
+def test_many_heads_are_walked_down() -> None:
+    few, many = (jax.ShapeDtypeStruct((batch, 32, 128, 128), jnp.float32) for batch in (8, 32))
+    assert gpu.tiles_for(few) == gpu.HOLD and gpu.tiles_for(many) == gpu.WALK

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -19,7 +21,9 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_gpu_kernels_pass_their_cases_interpreted() -> None:
-    proof.require("delta", gated_delta.interpreted, gated_delta_reference.step, gated_delta.small_case, 1e-4)
+    for tiles in (gated_delta.HOLD, gated_delta.WALK):
+        kernel = partial(gated_delta.interpreted, tiles=tiles)
+        proof.require(f"delta {tiles}", kernel, gated_delta_reference.step, gated_delta.small_case, 1e-4)
     plain = attention_reference.paged_attention
     proof.require("pages", attention.interpreted, plain, attention.small_case, 2e-2)
 
