@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Collection
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,12 @@ from jax.typing import DTypeLike
 
 from eagle3_jax.errors import ConfigError
 from eagle3_jax.sharding import current_layout
+from pallas_kernels.quantized_matmul import dequantize, held, quantized_matmul, spread
+
+__all__ = [
+    "E4M3", "MATRICES", "QUANTIZATIONS", "SCALE", "Matrix", "Quantization", "Quantized", "find_quantization", "held",
+    "matmul", "matrix", "quantize", "quantize_model", "ragged_dot", "store",
+]  # fmt: skip
 
 SCALE = "_scale"
 """A quantised parameter's scale is the parameter of this ending beside it."""
@@ -31,8 +37,6 @@ MATRICES = re.compile(
     r"layers\.\d+\.(self_attn\.[qkvo]_proj\.kernel|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)\.kernel"
     r"|mlp\.(shared_expert\.)?(gate|up|down)_proj\.kernel|mlp\.experts\.(gate|up|down)_proj)"
 )
-FEW_ROWS = 64
-"""Up to so many, products of single blocks of 128 inputs are fewer bytes than a matrix written out and read again."""
 
 _LANES = 128  # columns of a TPU's tile
 _BY_OUTPUT = jax.lax.RaggedDotDimensionNumbers(
@@ -95,16 +99,10 @@ class Quantized:
 
     def dequantize(self, dtype: DTypeLike) -> Array:
         """[..., in, out]: the product in float32, rounded once."""
-        return (self.values.astype(jnp.float32) * _spread(self.scale, self.block, self.shape[-2])).astype(dtype)
+        return dequantize(self.values, self.scale, self.block).astype(dtype)
 
 
 Matrix = Array | Quantized
-Weights = TypeVar("Weights", Array, Quantized)
-
-
-def _spread(scale: Array, block: int, inputs: int) -> Array:
-    """Each input's own scale; of one block, something that broadcasts."""
-    return scale if scale.shape[-2] == 1 else jnp.repeat(scale, block, axis=-2)[..., :inputs, :]
 
 
 def quantize(w: Array, how: Quantization) -> Quantized:
@@ -115,52 +113,23 @@ def quantize(w: Array, how: Quantization) -> Quantized:
     padded = jnp.pad(jnp.abs(exact), [(0, 0)] * (w.ndim - 2) + [(0, -inputs % block), (0, 0)])
     most = jnp.max(padded.reshape(*w.shape[:-2], -1, block, w.shape[-1]), axis=-2)
     scale = jnp.where(most > 0, most / how.largest, 1.0)
-    values = jnp.clip(exact / _spread(scale, block, inputs), -how.largest, how.largest)
+    values = jnp.clip(exact / spread(scale, block, inputs), -how.largest, how.largest)
     if jnp.issubdtype(how.dtype, jnp.integer):
         values = jnp.round(values)
     return Quantized(values.astype(how.dtype), scale, how.block or 0)
 
 
-def held(w: Weights, x: Array) -> Weights:
-    """`w`, as something that depends on x.
-
-    Weights do not change in a loop of decoding steps. XLA for GPUs would therefore widen them once, before the loop,
-    and then read in every step the very bytes that were to be saved.
-    """
-    return jax.lax.optimization_barrier((w, x))[0] if jax.default_backend() == "gpu" else w
-
-
 def matmul(x: Array, w: Matrix) -> Array:
-    """x [..., in] @ w [in, out], in the dtype of x. Scales of whole columns are applied to the product.
-
-    The values are exact in bfloat16, so that the conversion is all that stands before the product and XLA can fuse it
-    in. Scales by block come in between, and then XLA writes the matrix out in full in all but the smallest programs.
-    With few rows the blocks' own products are scaled and summed instead; more rows outweigh the matrix.
-    """
+    """x [..., in] @ w [in, out], in the dtype of x."""
     if not isinstance(w, Quantized):
         return jnp.matmul(x, w)
-    w = held(w, x)
-    if w.scale.shape[-2] == 1:
-        y = jnp.matmul(x, w.values.astype(x.dtype), preferred_element_type=jnp.float32)
-        return (y * w.scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
-    if x.size <= FEW_ROWS * x.shape[-1] and _whole_blocks(x.shape[-1], w.block):
-        return sum_of_blocks(x, w)
-    return jnp.matmul(x, w.dequantize(x.dtype))
+    return quantized_matmul(x, w.values, w.scale, block=w.block, parts=_parts())
 
 
-def _whole_blocks(inputs: int, block: int) -> bool:
-    """Whether inputs are whole blocks, on each device of a mesh as well."""
+def _parts() -> int:
+    """In how many equal parts inputs may lie on the devices of a mesh."""
     layout = current_layout()
-    devices = 1 if layout is None else math.lcm(layout.mesh.shape["tensor"], layout.mesh.shape["fsdp"])
-    return inputs % (block * devices) == 0
-
-
-def sum_of_blocks(x: Array, w: Quantized) -> Array:
-    """`matmul` without the matrix in full, but with a product [rows, out] for each block, which must be whole."""
-    parts = x.reshape(-1, w.scale.shape[0], w.block)
-    values = w.values.reshape(-1, w.block, w.shape[-1]).astype(x.dtype)
-    y = jnp.einsum("mbk,bkn->bmn", parts, values, preferred_element_type=jnp.float32)
-    return jnp.sum(y * w.scale[:, None], axis=0).astype(x.dtype).reshape(*x.shape[:-1], -1)
+    return 1 if layout is None else math.lcm(layout.mesh.shape["tensor"], layout.mesh.shape["fsdp"])
 
 
 def ragged_dot(x: Array, w: Matrix, group_sizes: Array, dtype: DTypeLike | None = None) -> Array:

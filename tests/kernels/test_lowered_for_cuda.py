@@ -15,6 +15,7 @@ from pallas_kernels.attention import gpu as attention
 from pallas_kernels.gated_delta import Gates, Pending, inputs_gpu
 from pallas_kernels.gated_delta import gpu as gated_delta
 from pallas_kernels.norm import gpu as norm
+from pallas_kernels.quantized_matmul import gpu as quantized_matmul
 from pallas_kernels.verification import thresholds_gpu
 
 HOPPER = AbstractMesh(
@@ -59,9 +60,15 @@ def norms(window: int) -> tuple[Callable[..., Any], Any]:
     return partial(norm.add_rms_norm, eps=1e-6, offset=1.0), (stream, stream, weight)
 
 
+def products(window: int) -> tuple[Callable[..., Any], Any]:
+    kind, blocks = (jnp.int8, 1) if window == 1 else (jnp.float8_e4m3fn, 32)
+    values, scale = jax.ShapeDtypeStruct((4096, 24576), kind), jax.ShapeDtypeStruct((blocks, 24576), jnp.float32)
+    return partial(quantized_matmul.quantized_matmul, block=128), (of(window, 4096, dtype=jnp.bfloat16), values, scale)
+
+
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("kernel", [delta_step, delta_inputs, pages, thresholds, norms])
+@pytest.mark.parametrize("kernel", [delta_step, delta_inputs, pages, thresholds, norms, products])
 def test_at_the_shapes_of_a_9b_target(kernel: Any, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     function, arguments = kernel(window)
