@@ -9,7 +9,7 @@ come out of order, and are put in order once, at the end.
 
 Programs share the matrix by columns, and by inputs too where columns alone would be few; XLA then adds their sums.
 Lowered by Pallas' Triton route, named explicitly; see `pallas_kernels.gated_delta.gpu` on why. What it makes of this is
-fast only as long as Triton deals inputs out to threads in eights (`DEALT`); it is right in any case.
+fast only as long as Triton deals inputs out to threads in eights (`Tiles.dealt`); it is right in any case.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from jax.experimental.pallas import triton as plgpu
 MAX_ROWS = 64
 MAX_SIZE = 2**31  # elements that a kernel counts in an int32
 DEPTH = 64  # inputs that a program takes at a time
-DEALT = 8  # neighbouring inputs of one thread
-PROGRAMS = 1024  # at most, if the inputs are split
+WARPS = 16 * 132  # what runs at once on an H100 or H200: splitting the inputs makes no more
 SMALL_BLOCK = 128
 
 
 class Tiles(NamedTuple):
-    """Of a program: outputs that a thread reads at once; warps; stages of Triton's pipeline; shares of the inputs."""
+    """Of a program: outputs that a thread reads at once; warps; stages of Triton's pipeline; shares of the inputs; and
+    how many neighbouring inputs are one thread's, which speed alone depends on."""
 
     columns: int
     warps: int
     stages: int = 1
     splits: int | None = None  # None: by the size of the matrix
+    dealt: int = 8
 
     @property
     def outputs(self) -> int:
@@ -109,8 +110,8 @@ def _tiles(x: Array) -> Tiles:
 
 
 def _splits(rows: int, steps: int, shape: tuple[int, ...], tiles: Tiles) -> int:
-    """The most that leave programs whole steps and not too many, and sums that are few bytes beside the matrix."""
-    most = min(shape[0] // (32 * rows), PROGRAMS * tiles.outputs // shape[1])
+    """The most that leave programs whole steps, all running at once, and sums of few bytes beside the matrix."""
+    most = min(shape[0] // (32 * rows), WARPS // (tiles.warps * (shape[1] // tiles.outputs)))
     return max(n for n in range(1, steps + 1) if steps % n == 0 and n <= max(most, 1))
 
 
@@ -147,16 +148,16 @@ def _rows(x: Any, start: Array, padded: int) -> Array:
 
 def _matrix(values: Any, start: Array, tiles: Tiles, interpret: Any) -> Array:
     """[DEPTH, outputs] in bfloat16: the inputs from `start` on; output j * lanes + n is where n * columns + j was."""
-    lanes, columns = 8 * tiles.warps, tiles.columns
+    lanes, columns, dealt = 8 * tiles.warps, tiles.columns, tiles.dealt
     count = lambda n, axis: jnp.expand_dims(jnp.arange(n, dtype=jnp.int32), [i for i in range(3) if i != axis])
-    whose = jnp.broadcast_to(DEALT * count(4, 0), (4, lanes, columns))
+    whose = jnp.broadcast_to(dealt * count(4, 0), (4, lanes, columns))
     which = jnp.broadcast_to(columns * count(lanes, 1) + count(columns, 2), (4, lanes, columns))
-    inputs = [first + i for first in range(0, DEPTH, 4 * DEALT) for i in range(DEALT)]
+    inputs = [first + i for first in range(0, DEPTH, 4 * dealt) for i in range(dealt)]
     read = [plgpu.load(values.at[start + i + whose, which]) for i in inputs]
     pairs = [_pair(a, b, interpret) for a, b in zip(read[::2], read[1::2], strict=True)]
     halves = [half for pair in pairs for half in (pair, lax.shift_right_logical(pair, jnp.int32(16)))]
     found = _joined([lax.bitcast_convert_type(half.astype(jnp.int16), jnp.bfloat16) for half in halves])
-    found = found.reshape(4, lanes, columns, DEPTH // (4 * DEALT), DEALT).transpose(3, 0, 4, 2, 1)
+    found = found.reshape(4, lanes, columns, DEPTH // (4 * dealt), dealt).transpose(3, 0, 4, 2, 1)
     return found.reshape(DEPTH, tiles.outputs)
 
 
@@ -168,19 +169,16 @@ def _joined(arrays: list[Array]) -> Array:
     return arrays[0]
 
 
-# What one byte of each half of the word $p is, as two bfloat16 in ${out}. Each byte stands in a half twice.
+# What stands in both bytes of each half of the word p, as two bfloat16.
 # int8: 128 + its lower bits, less 128 or, if its highest bit is set, 256: the bits of these stand below 0x43.
 # e4m3: its exponent and mantissa, which in the places of those of bfloat16 are 2**120 too small, times +-2**120.
-_INT8 = """
-lop3.b32 a, p, 0x007f007f, 0x43004300, 0xea;
+_INT8 = """lop3.b32 a, p, 0x007f007f, 0x43004300, 0xea;
 lop3.b32 b, p, 0x00800080, 0x43004300, 0xea;
 sub.rn.bf16x2 {out}, a, b;"""
-_E4M3 = """
-shl.b32 a, p, 4;
+_E4M3 = """shl.b32 a, p, 4;
 and.b32 a, a, 0x07f007f0;
 lop3.b32 b, p, 0x80008000, 0x7b807b80, 0xea;
 mul.rn.bf16x2 {out}, a, b;"""
-_SELECTED = (0x4400, 0x5511, 0x6622, 0x7733)  # byte i of the first word, and of the second
 
 
 def _pair(a: Array, b: Array, interpret: Any) -> Array:
@@ -188,25 +186,29 @@ def _pair(a: Array, b: Array, interpret: Any) -> Array:
     if interpret:
         bits = lambda x: lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32)
         return bits(a) | bits(b) << 16
-    widen = _INT8 if a.dtype == jnp.int8 else _E4M3
-    steps = [f"prmt.b32 p, $4, $5, {selected:#x};{widen.format(out=f'${i}')}" for i, selected in enumerate(_SELECTED)]
-    (words,) = plgpu.elementwise_inline_asm(
-        "{\n.reg .b32 p, a, b;\n" + "\n".join(steps) + "\n}",
+    words = plgpu.elementwise_inline_asm(
+        assembly(a.dtype),
         args=[a, b],
         constraints="=r,=r,=r,=r,r,r",
         pack=4,
         result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, jnp.int32)],
     )
-    return words  # type: ignore[no-any-return]
+    return words[0]
+
+
+def assembly(dtype: Any) -> str:
+    """PTX from four values in $4 and four in $5 to $0 to $3. These are written last, for they may be $4 and $5."""
+    lines = ["{", ".reg .b32 p, a, b, w0, w1, w2, w3;"]
+    for i, selected in enumerate(("0x4400", "0x5511", "0x6622", "0x7733")):  # byte i of $4, and of $5
+        lines += [f"prmt.b32 p, $4, $5, {selected};", (_INT8 if dtype == jnp.int8 else _E4M3).format(out=f"w{i}")]
+    return "\n".join([*lines, *(f"mov.b32 ${i}, w{i};" for i in range(4)), "}"])
 
 
 def small_case(rows: int, dtype: Any, by_block: bool) -> tuple[Any, ...]:
     """Arguments of `quantized_matmul`: one row fewer than `rows`, and every value that there is."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    values = (
-        np.arange(256, dtype=np.uint8) if dtype == jnp.int8 else np.delete(np.arange(256, dtype=np.uint8), [127, 255])
-    )
+    values = np.delete(np.arange(256, dtype=np.uint8), [] if dtype == jnp.int8 else [127, 255])  # no NaN
     drawn = jnp.asarray(rng.choice(values, size=(512, 512)))
     scale = jnp.exp(normal(512 // SMALL_BLOCK if by_block else 1, 512))
     return normal(rows - 1, 512).astype(jnp.bfloat16), lax.bitcast_convert_type(drawn, dtype), scale

@@ -43,7 +43,7 @@ def test_the_kernel_and_the_reference(kind: Any, shape: tuple[int, ...], blocks:
         assert_close(got, want, 3e-3)  # of the one rounding
 
 
-@pytest.mark.parametrize("tiles", [gpu.FEW, gpu.Tiles(16, 1), gpu.Tiles(8, 2, splits=1)])
+@pytest.mark.parametrize("tiles", [gpu.FEW, gpu.Tiles(16, 1), gpu.Tiles(8, 2, splits=1, dealt=4)])
 def test_every_tile_finds_its_place(tiles: gpu.Tiles) -> None:
     """Inputs that are one at one place pick a row of the matrix, and columns have scales of their own."""
     _, values, scale = arguments(1, kind=INT8, blocks=1, inputs=128, outputs=512)
@@ -62,6 +62,38 @@ def test_the_case_by_which_it_is_proven(kind: Any) -> None:
     assert proof._verdict(wrong, plain, case, 1e-2) is not None
     values = np.asarray(case()[1]).view(np.uint8)
     assert len(np.unique(values)) == (256 if kind == INT8 else 254)
+
+
+def run_assembly(lines: list[str], **words: np.ndarray) -> dict[str, np.ndarray]:
+    """The few instructions of PTX that the kernel has, on arrays of uint32."""
+    halves = lambda word: word.view(jnp.bfloat16)  # of a word, the lower first
+    byte = lambda a, b, i: (a if i < 4 else b) >> np.uint32(8 * (i % 4)) & np.uint32(255)
+    do = {
+        "prmt.b32": lambda a, b, s: sum(byte(a, b, int(s) >> 4 * i & 15) << np.uint32(8 * i) for i in range(4)),
+        "lop3.b32": lambda a, b, c, table: (a & b) | c,  # table 0xea
+        "and.b32": lambda a, b: a & b,
+        "shl.b32": lambda a, b: a << b,
+        "sub.rn.bf16x2": lambda a, b: (halves(a) - halves(b)).view(np.uint32),
+        "mul.rn.bf16x2": lambda a, b: (halves(a) * halves(b)).view(np.uint32),
+        "mov.b32": lambda a: a,
+    }
+    for line in lines:
+        name, out, *names = line.rstrip(";").replace(",", "").split()
+        words[out] = do[name](*(words[x] if x in words else np.uint32(int(x, 0)) for x in names))
+    return words
+
+
+@pytest.mark.parametrize("kind", [INT8, E4M3])
+def test_what_the_assembly_makes_of_every_byte(kind: Any) -> None:
+    first = np.arange(256, dtype=np.uint8)
+    second = first[::-1].copy()
+    start, registers, *lines, end = gpu.assembly(kind).splitlines()
+    assert start + end == "{}" and registers.startswith(".reg")
+    words = run_assembly(lines, **{"$4": first.view(np.uint32), "$5": second.view(np.uint32)})
+    got = np.stack([words[f"${i}"].view(jnp.bfloat16).reshape(-1, 2) for i in range(4)], axis=1)
+    want = np.stack([as_float64(x.view(kind)).reshape(-1, 4) for x in (first, second)], axis=-1)
+    there = ~np.isnan(want)
+    assert np.array_equal(as_float64(got)[there], want[there]) and there.sum() == (512 if kind == INT8 else 508)
 
 
 def test_scales_by_block_without_whole_blocks_and_with_many_rows() -> None:
