@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,7 +137,8 @@ words.
 Times are what the chip's own rates allow at best (computing / memory / links; the longer of the first two and the
 third), not measurements, and know nothing of latency: [docs/scaling.md](../docs/scaling.md). No TPU has run any of
 this. Made by `python -m benchmarks.plan CONFIGS`; `--compile WORDS` confirms more rows.
-
+"""
+TABLE = """
 | target | what | slice | mesh | GiB a device | ms a step | ms computing / memory / links | |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 """
@@ -144,7 +146,20 @@ this. Made by `python -m benchmarks.plan CONFIGS`; `--compile WORDS` confirms mo
 
 def page(table: list[Row], known: dict[str, Any]) -> str:
     """The whole file."""
-    return HEAD + "\n".join(line(row, known) for row in table) + "\n"
+    return HEAD + agreement(table, known) + TABLE + "\n".join(line(row, known) for row in table) + "\n"
+
+
+def agreement(table: list[Row], known: dict[str, Any]) -> str:
+    """How far the accounts of memory are from the compiler's."""
+    found = [(row.choice.account, known[row.key]) for row in table if row.choice is not None and row.key in known]
+    ratios = sorted(done["gib"] * GIB / account.total for account, done in found if not done["too_large"])
+    if not ratios:
+        return ""
+    middle = statistics.median(ratios)
+    return (
+        f"\nThe compiler's memory is {ratios[0]:.2f} to {ratios[-1]:.2f} times what was accounted, {middle:.2f} in the "
+        f"middle of {len(ratios)} rows.\n"
+    )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class TargetOutput:
 
 
 class DecoderLayer(nnx.Module):
-    """Norm, token mixer (attention or delta rule), norm, feed-forward or mixture; each norm follows an addition."""
+    """Norm, token mixer (attention or delta rule), norm, feed-forward or mixture. `Target._decode` adds them up."""
 
     def __init__(self, config: TargetConfig, index: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         c = config

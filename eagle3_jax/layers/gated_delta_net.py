@@ -117,6 +117,7 @@ class GatedDeltaNet(nnx.Module):
     def _inputs(
         self, p: Projections, valid: Array, pending: Array, past: DeltaState, implementation: str | None = None
     ) -> tuple[Array, gated_delta.Inputs]:
+        assert p.qkv.start == 0, "queries, keys and values come first in their product"
         gates = gated_delta.Gates(p.a.whole, p.b.whole, self.A_log[...], self.dt_bias[...])
         return gated_delta.inputs(
             past.inputs, pending, p.qkv.whole, gates, valid, self.conv1d.weight[...], **self._keys,

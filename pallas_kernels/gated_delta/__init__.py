@@ -150,8 +150,7 @@ def inputs(
         "reference": inputs_reference.inputs, "gpu": _inputs_gpu,
     }  # fmt: skip
     args = (past, start, qkv, gates, valid, weight)
-    sizes: dict[str, Any] = {"key_heads": key_heads, "key_width": key_width}
-    sizes["gates_at"] = gates_at
+    sizes: dict[str, Any] = {"key_heads": key_heads, "key_width": key_width, "gates_at": gates_at}
     return dispatch.call("gated_delta.inputs", implementation, implementations, *args, default="gpu", **sizes)
 
 
@@ -160,6 +159,6 @@ def _inputs_gpu(*args: Any, **sizes: Any) -> tuple[Array, Inputs]:
         raise NotImplementedError("this kernel is for GPUs")
     from pallas_kernels.gated_delta import inputs_gpu
 
-    kernel, plain = (partial(f, key_heads=2, key_width=128) for f in (inputs_gpu.inputs, inputs_reference.inputs))
+    kernel, plain = (partial(f, **inputs_gpu.SMALL) for f in (inputs_gpu.inputs, inputs_reference.inputs))
     proof.require("gated_delta.inputs on this GPU", kernel, plain, inputs_gpu.small_case, rtol=1e-2)
     return inputs_gpu.inputs(*args, **sizes)

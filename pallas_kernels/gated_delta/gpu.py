@@ -5,7 +5,7 @@ Columns do not meet in the delta rule: each is a recurrence of its own, and a pr
 the state needs what was accepted added to it, and then gives its part to the products of the window's keys and queries
 with the state, which is all that the window needs of it. Two ways of doing this:
 
-- walking down the rows, each thread for itself, keeping the products and nothing of the state. The numbers of keys are
+- walking down the rows, each thread for itself, keeping the products and nothing of the state. The scalars of keys are
   the same for all threads, which therefore never wait for one another; but a walk is long.
 - holding all rows at once, spread over the threads, and adding across these. Short, and so better where heads are few.
 
@@ -41,12 +41,17 @@ class Tiles(NamedTuple):
 
 
 HOLD, WALK = Tiles(32, 4, 0), Tiles(128, 1, 4)
-MANY = 1024  # heads in all rows of a batch, from which on they are walked down
+MANY = 1024  # heads of all slots together, from which on they are walked down
 
 
 def tiles_for(state: Array) -> Tiles:
     """What `step` takes by itself for a state [B,N,M,P]."""
-    return WALK if state.shape[0] * state.shape[1] >= MANY else HOLD
+    return WALK if state.shape[0] * state.shape[1] >= MANY and _alone(WALK, state.shape[3]) else HOLD
+
+
+def _alone(tiles: Tiles, value_width: int) -> bool:
+    """Whether each column of a walk has one thread, so that none reads what another has written meanwhile."""
+    return min(tiles.columns, value_width) >= 32 * tiles.warps
 
 
 @partial(jax.jit, static_argnames=("tiles", "interpret"))  # so that a program of many layers lowers it once
@@ -63,6 +68,8 @@ def step(
     _check(state, max(k.shape[1], pending.keys.shape[1]), interpret)
     batch, heads, key_width, value_width = state.shape
     tiles = tiles or tiles_for(state)
+    if tiles.rows and not _alone(tiles, value_width):
+        raise NotImplementedError(f"{tiles.warps} warps do not walk down {value_width} columns alone")
     repeats, columns = heads // k.shape[2], min(tiles.columns, value_width)
     keys = lambda x: pl.BlockSpec((None, x.shape[1], None, key_width), lambda b, h, p: (b, 0, h // repeats, 0))
     values = lambda x: pl.BlockSpec((None, x.shape[1], None, columns), lambda b, h, p: (b, 0, h, p))
@@ -126,13 +133,13 @@ def _walk(rows: int, state: Any, old: _Last, vectors: list[tuple[Any, int]], new
         """All rows are read before the first is written, which the next to be read might be."""
         at = [block * rows + r for r in range(rows)]
         held = [state[i, :] for i in at]
-        keys = [[_number(old.keys, j, i) for j in range(len(old.counts))] for i in at]
-        numbers = [[_number(x, t, i) for x, t in vectors] for i in at]
+        keys = [[_scalar(old.keys, j, i) for j in range(len(old.counts))] for i in at]
+        scalars = [[_scalar(x, t, i) for x, t in vectors] for i in at]
         for r in range(rows):
             held[r] *= old.decay
             for counts, key, update in zip(old.counts, keys[r], old.updates, strict=True):
                 held[r] += jnp.where(counts, key, 0.0) * update  # what was rejected may be anything
-            products = [total + x * held[r] for total, x in zip(products, numbers[r], strict=True)]
+            products = [total + x * held[r] for total, x in zip(products, scalars[r], strict=True)]
         for i, row in zip(at, held, strict=True):
             new_state[i, :] = row
         return products
@@ -143,7 +150,7 @@ def _walk(rows: int, state: Any, old: _Last, vectors: list[tuple[Any, int]], new
 
 
 def _hold(state: Any, old: _Last, vectors: list[tuple[Any, int]], new_state: Any) -> list[Array]:
-    """As `_walk`."""
+    """As `_walk`. After the sums across warps at its end no thread has updates of the last window yet to read."""
     added = jnp.zeros(state.shape, jnp.float32)
     for j, (counts, update) in enumerate(zip(old.counts, old.updates, strict=True)):
         added += jnp.where(counts, _row(old.keys, j), 0.0)[:, None] * update[None, :]
@@ -183,7 +190,7 @@ def _solve(
         out[t, :] = said + jnp.sum(key * query) * solved[t]
 
 
-def _number(ref: Any, t: int, i: Array) -> Array:
+def _scalar(ref: Any, t: int, i: Array) -> Array:
     return ref[t, i].astype(jnp.float32)
 
 

@@ -128,13 +128,18 @@ def _softplus(x: Array) -> Array:
     return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
 
 
+SMALL: dict[str, Any] = {"key_heads": 2, "key_width": 128, "gates_at": (1540, 1536)}
+"""Options of `small_case`."""
+
+
 def small_case() -> tuple[Any, ...]:
-    """Arguments of `inputs` in bfloat16 for 2 key heads of width 128: three rows with tails in different places."""
+    """Arguments of `inputs` in bfloat16: three rows with tails in different places, projections side by side."""
     rng = np.random.default_rng(0)
     half = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-    gates = Gates(half(3, 2, 4), half(3, 2, 4), jnp.asarray(rng.random(4), jnp.float32), jnp.ones(4, jnp.float32))
+    side_by_side = half(3, 2, 1544)  # queries, keys, values, what gates the output, b and a
+    gates = Gates(side_by_side, side_by_side, jnp.asarray(rng.random(4), jnp.float32), jnp.ones(4, jnp.float32))
     valid = jnp.asarray([[True, True], [True, False], [True, True]])
-    return half(3, 5, 1024), jnp.array([0, 1, 2], jnp.int32), half(3, 2, 1024), gates, valid, half(4, 1024)
+    return half(3, 5, 1024), jnp.array([0, 1, 2], jnp.int32), side_by_side, gates, valid, half(4, 1024)
 
 
 interpreted = partial(inputs, interpret=True)

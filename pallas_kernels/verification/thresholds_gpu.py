@@ -33,16 +33,20 @@ def threshold(
 ) -> Array:  # fmt: skip
     """As `thresholds.threshold`, but that sums are added in another order; exp(logits - top) must not overflow.
 
+    The order depends on how many rows there are, and on nothing else of them.
+
     Args:
       bits: of a digit. share: logits of a program, made whole steps of `unroll` chunks; None: by the number of rows.
       chunk: logits added at once, a power of two. warps: of a program. interpret: as of `pl.pallas_call`.
 
-    Raises NotImplementedError where there is no GPU, and for logits that are not float32.
+    Raises NotImplementedError where there is no GPU, for no logits, and for logits that are not float32.
     """
     if jax.default_backend() != "gpu" and not interpret:
         raise NotImplementedError("this kernel is for GPUs")
     if logits.dtype != jnp.float32:
         raise NotImplementedError(f"logits must be float32, not {logits.dtype}")
+    if not logits.size:
+        raise NotImplementedError("no logits")
     rows, flat = logits.reshape(-1, logits.shape[-1]), lambda x: x.astype(jnp.float32).reshape(-1)
     share = share or pl.cdiv(rows.shape[1], max(SHARES, PROGRAMS // len(rows)))
     digit = _Digit(32, bits, chunk, chunk * unroll, pl.cdiv(share, chunk * unroll), weighed=top is not None)

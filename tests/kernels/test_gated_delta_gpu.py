@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.gated_delta import gpu, reference, step
+from pallas_kernels import proof
+from pallas_kernels.gated_delta import Pending, gpu, reference, step
 from tests.helpers import assert_close
 from tests.kernels.test_gated_delta_tpu import arguments
 
@@ -46,6 +49,22 @@ def test_what_it_cannot_do() -> None:
         gpu.interpreted(state[..., :96], pending, *window)
 
 
-def test_many_heads_are_walked_down() -> None:
-    few, many = (jax.ShapeDtypeStruct((batch, 32, 128, 128), jnp.float32) for batch in (8, 32))
-    assert gpu.tiles_for(few) == gpu.HOLD and gpu.tiles_for(many) == gpu.WALK
+@pytest.mark.parametrize(("slots", "tiles"), [(8, gpu.HOLD), (32, gpu.WALK)])
+def test_what_is_used_has_been_proven(slots: int, tiles: gpu.Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many heads are walked down."""
+    proven: list[Any] = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(gpu, "step", lambda *_, tiles: (tiles,) * 3)
+    monkeypatch.setattr(proof, "require", lambda _, kernel, *__, rtol: proven.append(kernel.keywords["tiles"]))
+    heads = jnp.zeros((slots, 32, 1, 1))
+    state = jax.ShapeDtypeStruct((slots, 32, 128, 128), jnp.float32)
+    pending = Pending(heads, heads, heads[..., 0], jnp.zeros(slots, jnp.int32))
+    used = step(state, pending, heads, heads, heads, heads[..., 0], heads[..., 0])  # type: ignore[arg-type]
+    assert used[0] == proven[0] == tiles  # type: ignore[comparison-overlap]
+
+
+def test_threads_that_would_share_columns() -> None:
+    state, pending, *window = arguments(1, 2, 1, 1, 1)
+    with pytest.raises(NotImplementedError, match="4 warps do not walk down 64 columns alone"):
+        gpu.interpreted(state[..., :64], pending, *window, tiles=gpu.Tiles(64, 4, 4))
+    assert gpu.tiles_for(jnp.zeros((64, 16, 2, 16))) == gpu.HOLD

@@ -34,6 +34,12 @@ def delta_step(window: int) -> tuple[Callable[..., Any], Any]:
     return gated_delta.step, (of(HEADS, WIDTH, WIDTH), pending, keys, keys, values, gates, gates)
 
 
+def walk(window: int) -> tuple[Callable[..., Any], Any]:
+    """As `delta_step`, of so many slots that their heads are walked down."""
+    step, arguments = delta_step(window)
+    return partial(step, tiles=gated_delta.WALK), arguments
+
+
 def pages(window: int) -> tuple[Callable[..., Any], Any]:
     pool = jax.ShapeDtypeStruct((4, 80, 64, 256), jnp.bfloat16)
     whole = of(window, 16, 256, dtype=jnp.bfloat16), pool, pool, of(10, dtype=jnp.int32), of(window, dtype=jnp.int32)
@@ -43,11 +49,13 @@ def pages(window: int) -> tuple[Callable[..., Any], Any]:
 def delta_inputs(window: int) -> tuple[Callable[..., Any], Any]:
     half = lambda *shape: of(*shape, dtype=jnp.bfloat16)
     head, channels = jax.ShapeDtypeStruct((HEADS,), jnp.float32), (2 * KEY_HEADS + HEADS) * WIDTH
-    gates = Gates(half(window, HEADS), half(window, HEADS), head, head)
+    merged = half(window, channels + HEADS * WIDTH + 2 * HEADS)
+    gates = Gates(merged, merged, head, head)
     weight = jax.ShapeDtypeStruct((4, channels), jnp.bfloat16)
     valid = of(window, dtype=jnp.bool_)
-    args = half(3 + window, channels), of(dtype=jnp.int32), half(window, channels + 64), gates, valid, weight
-    return partial(inputs_gpu.inputs, key_heads=KEY_HEADS, key_width=WIDTH), args
+    args = half(3 + window, channels), of(dtype=jnp.int32), merged, gates, valid, weight
+    at = channels + HEADS * WIDTH
+    return partial(inputs_gpu.inputs, key_heads=KEY_HEADS, key_width=WIDTH, gates_at=(at + HEADS, at)), args
 
 
 def thresholds(window: int) -> tuple[Callable[..., Any], Any]:
@@ -68,7 +76,7 @@ def products(window: int) -> tuple[Callable[..., Any], Any]:
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("kernel", [delta_step, delta_inputs, pages, thresholds, norms, products])
+@pytest.mark.parametrize("kernel", [delta_step, walk, delta_inputs, pages, thresholds, norms, products])
 def test_at_the_shapes_of_a_9b_target(kernel: Any, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     function, arguments = kernel(window)

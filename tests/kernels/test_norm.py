@@ -92,7 +92,7 @@ def test_what_the_kernel_cannot_do() -> None:
         gpu.interpreted(x, y.astype(jnp.bfloat16), weight, eps=EPS)
     with pytest.raises(NotImplementedError, match="rows of 20000; at most"):
         gpu.interpreted(*arguments(1, 20000), eps=EPS)
-    with pytest.raises(NotImplementedError, match="0 elements"):
+    with pytest.raises(NotImplementedError, match="no rows"):
         gpu.interpreted(x[:0], y[:0], weight, eps=EPS)
     with dispatch.spread():
         spread = add_rms_norm(x, y, weight, eps=EPS)

@@ -52,7 +52,7 @@ def test_a_float_stands_for_ordered_bits() -> None:
 
 
 def test_the_case_by_which_it_is_proven() -> None:
-    kernel = partial(thresholds_gpu.interpreted, share=20000)  # fewer programs, and so faster
+    kernel = partial(thresholds_gpu.interpreted, share=5000)  # fewer programs, and so faster
     assert proof._verdict(kernel, thresholds._threshold, thresholds_gpu.small_case, 0.0) is None
 
 
@@ -62,4 +62,6 @@ def test_elsewhere_the_reference_is_used() -> None:
     assert dispatch.fallbacks()["verification.threshold"] == "this kernel is for GPUs"
     with pytest.raises(NotImplementedError, match="float32, not bfloat16"):
         thresholds_gpu.interpreted(jnp.zeros((1, 1, 8), jnp.bfloat16), None, jnp.zeros((1, 1)))
+    with pytest.raises(NotImplementedError, match="no logits"):
+        thresholds_gpu.interpreted(jnp.zeros((0, 1, 8)), None, jnp.zeros((0, 1)))
     assert jax.default_backend() == "cpu"

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from eagle3_jax.cache import target_cache
 from eagle3_jax.quantization import find_quantization, quantize_model
 from eagle3_jax.target import Target
 from tests.helpers import assert_close
@@ -17,6 +19,18 @@ from tests.infer import tiny
 
 def products(model: Target, tokens: jax.Array) -> int:
     return str(jax.make_jaxpr(lambda t: model(t).hidden)(tokens)).count(" dot_general[")
+
+
+@nnx.jit
+def cached(model: Target, tokens: jax.Array) -> list[jax.Array]:
+    """Hidden states of a prefill of three tokens and of two windows of two, of which one token is accepted."""
+    cache = target_cache(model.config, len(tokens), 16, 2, dtype=jnp.float32)
+    out, cache = model.prefill(tokens[:, :3], jnp.full(len(tokens), 3), cache)
+    found = [out.hidden]
+    for start in (3, 4):
+        out, cache = model.window(tokens[:, start : start + 2], cache)
+        found, cache = [*found, out.hidden], cache.commit(jnp.ones(len(tokens), jnp.int32))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -30,6 +44,8 @@ def test_merged_projections_equal_those_apart(family: str, quantization: str | N
     merged = copy.deepcopy(model).merge_projections()
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, tiny.VOCAB, (2, 7)), jnp.int32)
     assert_close(merged(tokens).hidden, model(tokens).hidden, 2e-6)
+    for got, want in zip(cached(merged, tokens), cached(model, tokens), strict=True):
+        assert_close(got, want, 2e-6)
     assert products(model, tokens) - products(merged, tokens) == fewer
 
 
