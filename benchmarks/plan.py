@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +59,23 @@ class Row:
         return f"{self.model}, {self.what}, {where}"
 
 
-def rows(configs: Path) -> Iterator[Row]:
-    """Every line, chosen by accounting."""
+def rows(configs: Path, known: dict[str, Any]) -> Iterator[Row]:
+    """Every line, chosen by accounting among the slices that the compiler has not refused."""
     for model in MODELS:
         target = read_target(str(configs / f"{model}.json"))
         for what, (kind, batch, context) in JOBS.items():
             mode = planner(kind)
             job = Job(target, read_draft(None, target, kind), batch or 1, context, mode.DEFAULT_STEPS, jnp.bfloat16)
             for chip in SLICES:
-                offered = slices_for(mode, job, CHIPS[chip], fixed=batch is not None)
-                choice = smallest(mode, offered)
-                jobs = {topology: one for topology, one in offered}
-                yield Row(model, what, chip, mode, job if choice is None else jobs[choice.topology], choice)
+                jobs = dict(slices_for(mode, job, CHIPS[chip], fixed=batch is not None))
+                row = partial(Row, model, what, chip, mode)
+                while (choice := smallest(mode, jobs.items())) and _refused(row(jobs[choice.topology], choice), known):
+                    del jobs[choice.topology]
+                yield row(job if choice is None else jobs[choice.topology], choice)
+
+
+def _refused(row: Row, known: dict[str, Any]) -> bool:
+    return row.key in known and bool(known[row.key]["too_large"])
 
 
 def compiled(row: Row) -> dict[str, Any]:
@@ -92,13 +98,21 @@ def line(row: Row, known: dict[str, Any]) -> str:
         return f"| {row.model} | {row.what} | {row.chip} | none | | | | no slice holds it |"
     chip = row.choice.topology.chip
     done = known.get(row.key)
-    fits = done is not None and not done["too_large"]
-    counted = done["moved"] if done is not None and fits else None
+    counted = None if done is None else done["moved"]
     spent = times(row.choice.account, chip, counted)
-    held = f"{done['gib']:.1f}" if fits and done else f"{row.choice.account.total / GIB:.1f}"
-    how = "accounted" if done is None else _confirmed(counted) if fits else f"compiler: {done['too_large'][:90]}"
+    held = row.choice.account.total / GIB if done is None else done["gib"]
+    how = "accounted" if done is None else _confirmed(counted)
     ms = [f"{1e3 * x:.1f}" for x in (spent.total, spent.compute, spent.memory, spent.links)]
-    cells = [row.model, row.what, str(row.choice.topology), str(row.choice.shape), held, ms[0], " / ".join(ms[1:]), how]
+    cells = [
+        row.model,
+        row.what,
+        str(row.choice.topology),
+        str(row.choice.shape),
+        f"{held:.1f}",
+        ms[0],
+        " / ".join(ms[1:]),
+        how,
+    ]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -115,14 +129,17 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     store = args.out / "plan.json"
     known = json.loads(store.read_text()) if store.exists() else {}
-    table = list(rows(args.configs))
-    for row in table:
-        wanted = args.compile is not None and all(word in row.words for word in args.compile)
-        if wanted and row.choice is not None and row.key not in known:
-            known[row.key] = compiled(row)
-            store.write_text(json.dumps(known, indent=1) + "\n")
-            print(row.key, known[row.key], flush=True)
-    (args.out / "plan.md").write_text(page(table, known))
+    while args.compile is not None and (row := next(unknown(rows(args.configs, known), known, args.compile), None)):
+        known[row.key] = compiled(row)
+        store.write_text(json.dumps(known, indent=1) + "\n")
+        print(row.key, known[row.key], flush=True)
+    (args.out / "plan.md").write_text(page(list(rows(args.configs, known)), known))
+
+
+def unknown(table: Iterator[Row], known: dict[str, Any], words: list[str]) -> Iterator[Row]:
+    """Rows with all of the words that are yet to be compiled."""
+    wanted = (row for row in table if all(word in row.words for word in words))
+    return (row for row in wanted if row.choice is not None and row.key not in known)
 
 
 HEAD = """# What fits where
@@ -131,8 +148,7 @@ The smallest slice of each chip on which a target generates (64 slots or 1, of 8
 head is trained on it (packed sequences of 4,096 tokens, one for each chip; 7 steps), in bfloat16, and on it the fastest
 mesh. Both were picked by accounting. Rows marked *compiled* were then compiled for that slice with libtpu, on a machine
 without a TPU: their memory is the compiler's, of HBM of 15.75 (v5e), 95.73 (v5p) and 31.24 GiB (v6e), and so are the
-bytes on their links, where this jaxlib can print what libtpu made. Where the compiler did not agree, the row has its
-words.
+bytes on their links, where this jaxlib can print what libtpu made. Slices that the compiler refused are passed over.
 
 Times are what the chip's own rates allow at best (computing / memory / links; the longer of the first two and the
 third), not measurements, and know nothing of latency: [docs/scaling.md](../docs/scaling.md). No TPU has run any of
@@ -152,7 +168,7 @@ def page(table: list[Row], known: dict[str, Any]) -> str:
 def agreement(table: list[Row], known: dict[str, Any]) -> str:
     """How far the accounts of memory are from the compiler's."""
     found = [(row.choice.account, known[row.key]) for row in table if row.choice is not None and row.key in known]
-    ratios = sorted(done["gib"] * GIB / account.total for account, done in found if not done["too_large"])
+    ratios = sorted(done["gib"] * GIB / account.total for account, done in found)
     if not ratios:
         return ""
     middle = statistics.median(ratios)

@@ -62,7 +62,7 @@ def collectives(text: str) -> Counts:
     """Of a compiled program's text, how often each is executed; a permutation to oneself is none.
 
     libtpu writes an asynchronous collective once into its start, into each fusion that runs meanwhile and into its end:
-    they have one channel and are one.
+    they have one channel and are one. What runs meanwhile may be a loop, so the place that runs least often counts.
     """
     blocks = re.split(r"\n(?=%|ENTRY)", text)
     computations = {_name(block): block.splitlines() for block in blocks}
@@ -76,12 +76,12 @@ def collectives(text: str) -> Counts:
             found = Counter() if own is None else Counter([(own, _channel(line))])
             for called in _CALLED.findall(line):
                 found += visit(called)
-            for key, times in found.items():
-                total[key] = max(total[key], times) if key[1] else total[key] + times
             for body, times in _loops(line, computations):
-                total.update({key: n * times for key, n in visit(body).items()})
-            branches = [visit(branch) for branch in _branches(line)]
-            total.update(max(branches, key=lambda branch: moved(_without_channels(branch))) if branches else {})
+                found += Counter({key: n * times for key, n in visit(body).items()})
+            if branches := [(moved(_without_channels(visit(name))), name) for name in _branches(line)]:
+                found += visit(max(branches)[1])
+            for key, times in found.items():
+                total[key] = min(total.get(key, times), times) if key[1] else total[key] + times
         return total
 
     return _without_channels(visit("ENTRY"))

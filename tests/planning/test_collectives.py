@@ -19,6 +19,7 @@ TEXT = """HloModule jit_f, is_scheduled=true
 
 %body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
   %all-reduce.1 = f32[8,4]{1,0:T(8,128)} all-reduce(%x), channel_id=1, replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_1'}, to_apply=%add
+  %meanwhile = f32[8] fusion(%y), kind=kCustom, calls=%async_end
   ROOT %fusion.9 = (s32[], f32[8,4]) fusion(%y), kind=kCustom, calls=%fused
 }
 
