@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import jax
+
 Result = TypeVar("Result")
 
 REFERENCE = "reference"
@@ -89,6 +91,12 @@ def call(
             _log.warning("%s: the reference is used: %s", operation, reason)
         _fallbacks[operation] = str(reason)
     return implementations[REFERENCE](*args, **options)
+
+
+def require_gpu(interpret: Any = False) -> None:
+    """Raises NotImplementedError where there is no GPU, unless the kernel is interpreted (as `pl.pallas_call` is)."""
+    if jax.default_backend() != "gpu" and not interpret:
+        raise NotImplementedError("this kernel is for GPUs")
 
 
 def _named(operation: str, name: str, implementations: Mapping[str, Callable[..., Result]]) -> Callable[..., Result]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 from jax import Array
 
 from pallas_kernels import dispatch, proof
@@ -144,8 +143,7 @@ def _tpu(*args: Any) -> Array:
 
 
 def _gpu(*args: Any, contiguous: bool) -> Array:
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError("this kernel is for GPUs")
+    dispatch.require_gpu()
     from pallas_kernels.attention import gpu
 
     proof.require("paged_attention on this GPU", gpu.paged_attention, reference.paged_attention, gpu.small_case, 2e-2)

@@ -17,6 +17,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import dispatch
+
 MAX_ROWS = 128  # queries of one key head: window times query heads of each
 LEAST_ROWS = 16  # of a tensor core's product
 PROGRAMS = 264  # two for each multiprocessor of a Hopper GPU
@@ -72,8 +74,7 @@ def _merge(out: Array, top: Array, total: Array) -> Array:
 
 
 def _check(rows: int, size: int, width: int, dtype: Any, interpret: Any) -> None:
-    if jax.default_backend() != "gpu" and not interpret:
-        raise NotImplementedError("this kernel is for GPUs")
+    dispatch.require_gpu(interpret)
     if dtype == jnp.float32 and not interpret:
         raise NotImplementedError("float32: tensor cores would round it")
     if any(n & (n - 1) or n < LEAST_ROWS for n in (size, width)):

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import jax
 from jax import Array
 
 from pallas_kernels import dispatch, proof
@@ -104,8 +103,7 @@ def _tpu(*args: Any, parents: Array | None) -> tuple[Array, Array, Array]:
 
 def _gpu(*args: Any, parents: Array | None) -> tuple[Array, Array, Array]:
     _refuse_trees(args[1], parents)
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError("this kernel is for GPUs")
+    dispatch.require_gpu()
     from pallas_kernels.gated_delta import gpu
 
     tiles = gpu.tiles_for(args[0])
@@ -155,8 +153,7 @@ def inputs(
 
 
 def _inputs_gpu(*args: Any, **sizes: Any) -> tuple[Array, Inputs]:
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError("this kernel is for GPUs")
+    dispatch.require_gpu()
     from pallas_kernels.gated_delta import inputs_gpu
 
     kernel, plain = (partial(f, **inputs_gpu.SMALL) for f in (inputs_gpu.inputs, inputs_reference.inputs))

@@ -27,6 +27,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import dispatch
 from pallas_kernels.gated_delta.reference import Pending
 
 MAX_WINDOW = 16
@@ -95,8 +96,7 @@ def step(
 
 
 def _check(state: Array, window: int, interpret: Any) -> None:
-    if jax.default_backend() != "gpu" and not interpret:
-        raise NotImplementedError("this kernel is for GPUs")
+    dispatch.require_gpu(interpret)
     if state.dtype != jnp.float32:
         raise NotImplementedError(f"a state in {state.dtype}, not float32")
     if any(width & (width - 1) for width in state.shape[2:]):

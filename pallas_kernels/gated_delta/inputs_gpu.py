@@ -19,6 +19,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import dispatch
 from pallas_kernels.gated_delta.inputs_reference import EPS, Gates, Inputs
 
 MAX_WINDOW = 16
@@ -62,8 +63,7 @@ def inputs(
 
 
 def _check(past: Array, qkv: Array, window: int, key_width: int, value_width: int, interpret: Any) -> None:
-    if jax.default_backend() != "gpu" and not interpret:
-        raise NotImplementedError("this kernel is for GPUs")
+    dispatch.require_gpu(interpret)
     if any(width & (width - 1) for width in (key_width, value_width)):
         raise NotImplementedError(f"heads of {key_width} and {value_width}: widths must be powers of two")
     if window > MAX_WINDOW:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 from jax import Array
 
 from pallas_kernels import dispatch, proof
@@ -35,8 +34,7 @@ def add_rms_norm(
 
 
 def _gpu(x: Array, y: Array, weight: Array, *, eps: float, offset: float) -> tuple[Array, Array]:
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError("this kernel is for GPUs")
+    dispatch.require_gpu()
     from pallas_kernels.norm import gpu  # Pallas takes a while to import
 
     kernel, plain = (partial(f, eps=1e-6, offset=1.0) for f in (gpu.add_rms_norm, reference.add_rms_norm))

@@ -17,6 +17,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import dispatch
+
 MAX_WIDTH = 16384  # of a row: 64 elements a thread
 
 
@@ -49,8 +51,7 @@ def add_rms_norm(
 
 
 def _check(x: Array, y: Array, interpret: Any) -> None:
-    if jax.default_backend() != "gpu" and not interpret:
-        raise NotImplementedError("this kernel is for GPUs")
+    dispatch.require_gpu(interpret)
     if (x.shape, x.dtype) != (y.shape, y.dtype):
         raise NotImplementedError(f"{y.dtype}{list(y.shape)} added to {x.dtype}{list(x.shape)}")
     if x.shape[-1] > MAX_WIDTH:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import jax
 from jax import Array
 
 from pallas_kernels import dispatch, proof
@@ -37,8 +36,7 @@ def quantized_matmul(
 
 
 def _gpu(x: Array, values: Array, scale: Array, *, block: int, parts: int) -> Array:
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError("this kernel is for GPUs")
+    dispatch.require_gpu()
     from pallas_kernels.quantized_matmul import gpu  # Pallas takes a while to import
 
     gpu.check(x, values, scale, block)

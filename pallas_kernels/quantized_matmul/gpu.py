@@ -24,6 +24,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import dispatch
+
 MAX_ROWS = 64
 DEPTH = 64  # inputs that a program takes at a time
 WARPS = 16 * 132  # what runs at once on an H100 or H200: splitting the inputs makes no more
@@ -89,8 +91,7 @@ def check(
     tiles = tiles or _tiles(x)
     inputs, outputs = values.shape
     step = block if len(scale) > 1 else DEPTH
-    if jax.default_backend() != "gpu" and not interpret:
-        raise NotImplementedError("this kernel is for GPUs")
+    dispatch.require_gpu(interpret)
     if x.dtype != jnp.bfloat16 or values.dtype not in (jnp.int8, jnp.float8_e4m3fn):
         raise NotImplementedError(f"{x.dtype} by {values.dtype}, not bfloat16 by int8 or float8_e4m3fn")
     if not 0 < x.size <= MAX_ROWS * inputs:

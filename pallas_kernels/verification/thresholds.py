@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -61,8 +60,7 @@ def _threshold(logits: Array, top: Array | None, wanted: Array) -> Array:
 
 
 def _threshold_gpu(*args: Any) -> Array:
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError("this kernel is for GPUs")
+    dispatch.require_gpu()
     from pallas_kernels.verification import thresholds_gpu  # Pallas takes a while to import
 
     proof.require("threshold on this GPU", thresholds_gpu.threshold, _threshold, thresholds_gpu.small_case, rtol=0)

@@ -20,6 +20,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import dispatch
+
 BITS = 3  # of a digit: seven sums for each logit read
 CHUNK, UNROLL, WARPS = 512, 4, 4  # loads of 16 bytes a thread, four of them before the first is used
 PROGRAMS, SHARES = 1024, 8  # in all and of a row, at least, where there are logits enough for them
@@ -41,8 +43,7 @@ def threshold(
 
     Raises NotImplementedError where there is no GPU, for no logits, and for logits that are not float32.
     """
-    if jax.default_backend() != "gpu" and not interpret:
-        raise NotImplementedError("this kernel is for GPUs")
+    dispatch.require_gpu(interpret)
     if logits.dtype != jnp.float32:
         raise NotImplementedError(f"logits must be float32, not {logits.dtype}")
     if not logits.size:
