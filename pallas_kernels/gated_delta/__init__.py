@@ -106,7 +106,7 @@ def _gpu(*args: Any, parents: Array | None) -> tuple[Array, Array, Array]:
     dispatch.require_gpu()
     from pallas_kernels.gated_delta import gpu
 
-    tiles = gpu.tiles_for(args[0])
+    tiles = gpu.tiles_for(args[0], args[3].shape[1])
     kernel = partial(gpu.step, tiles=tiles)
     proof.require(f"gated_delta.step on this GPU, {tiles}", kernel, reference.step, gpu.small_case, rtol=1e-4)
     return kernel(*args)

@@ -49,14 +49,26 @@ def test_what_it_cannot_do() -> None:
         gpu.interpreted(state[..., :96], pending, *window)
 
 
-@pytest.mark.parametrize(("slots", "tiles"), [(8, gpu.HOLD), (32, gpu.WALK)])
-def test_what_is_used_has_been_proven(slots: int, tiles: gpu.Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many heads are walked down."""
+CHOSEN = [
+    (1, 4, gpu.HOLD),
+    (8, 1, gpu.HOLD),
+    (8, 4, gpu.HALVES),
+    (16, 4, gpu.WALK),
+    (32, 1, gpu.WALK),
+    (64, 8, gpu.LONG),
+]
+
+
+@pytest.mark.parametrize(("slots", "window", "tiles"), CHOSEN)
+def test_what_is_used_has_been_proven(
+    slots: int, window: int, tiles: gpu.Tiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many heads are walked down, by windows rather than by single tokens."""
     proven: list[Any] = []
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(gpu, "step", lambda *_, tiles: (tiles,) * 3)
     monkeypatch.setattr(proof, "require", lambda _, kernel, *__, rtol: proven.append(kernel.keywords["tiles"]))
-    heads = jnp.zeros((slots, 32, 1, 1))
+    heads = jnp.zeros((slots, window, 32, 1))
     state = jax.ShapeDtypeStruct((slots, 32, 128, 128), jnp.float32)
     pending = Pending(heads, heads, heads[..., 0], jnp.zeros(slots, jnp.int32))
     used = step(state, pending, heads, heads, heads, heads[..., 0], heads[..., 0])  # type: ignore[arg-type]
@@ -67,4 +79,4 @@ def test_threads_that_would_share_columns() -> None:
     state, pending, *window = arguments(1, 2, 1, 1, 1)
     with pytest.raises(NotImplementedError, match="4 warps do not walk down 64 columns alone"):
         gpu.interpreted(state[..., :64], pending, *window, tiles=gpu.Tiles(64, 4, 4))
-    assert gpu.tiles_for(jnp.zeros((64, 16, 2, 16))) == gpu.HOLD
+    assert gpu.tiles_for(jnp.zeros((64, 16, 2, 16)), 4) == gpu.HOLD

@@ -21,7 +21,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_gpu_kernels_pass_their_cases_interpreted() -> None:
-    for tiles in (gated_delta.HOLD, gated_delta.WALK):
+    for tiles in (gated_delta.HOLD, gated_delta.HALVES, gated_delta.WALK, gated_delta.LONG):
         kernel = partial(gated_delta.interpreted, tiles=tiles)
         proof.require(f"delta {tiles}", kernel, gated_delta_reference.step, gated_delta.small_case, 1e-4)
     plain = attention_reference.paged_attention
