@@ -213,9 +213,10 @@ def draft_sample(
         processed = verification.mask_stops(logits, sampling, d2t)[:, 0]
         chosen = verification.likeliest(processed)
         return d2t[chosen], jax.nn.one_hot(chosen, processed.shape[-1], dtype=jnp.float32)
-    processed = verification.process(logits, sampling, d2t)[:, 0]
+    scaled, least = verification.thresholded(logits, sampling, d2t)
+    processed = verification.kept(scaled, least)[:, 0]
     keys = position_keys(params, rows, Purpose.TOKEN if method == "coupled" else Purpose.DRAFT)
-    chosen = verification.likeliest(processed + verification.noise_of(keys, sampling, d2t)[:, 0])
+    chosen = verification.draw(scaled, least, keys, sampling, d2t)[:, 0]
     one_hot = jax.nn.one_hot(chosen, processed.shape[-1], dtype=jnp.float32)
     q = jnp.where(params.sampled[:, None], jax.nn.softmax(processed, axis=-1), one_hot)
     return d2t[chosen], q

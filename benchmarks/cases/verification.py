@@ -22,6 +22,7 @@ def cases(s: Sizes, g: Grid) -> Iterator[Case]:
         yield from (coupled(s, batch, sampled) for sampled in (False, True))
         yield standard(s, batch)
         yield from (nucleus(batch, *size) for size in ((WINDOW, s.vocab), (1, s.draft_vocab)))
+        yield from (drawn(s, batch, few) for few in (False, True))
 
 
 def nucleus(batch: int, window: int, vocab: int) -> Case:
@@ -36,6 +37,19 @@ def nucleus(batch: int, window: int, vocab: int) -> Case:
     shape, size = f"B {batch}, W {window}, V {vocab}", 4 * batch * window * vocab
     exact = ways["reference"].run
     return Case("verification.threshold", shape, make, ways, exact, _argmax, bytes=size)
+
+
+def drawn(s: Sizes, batch: int, few: bool) -> Case:
+    """Tokens of the target's logits, of which all are kept, or those within 3 of the best: some tens of 248,320."""
+
+    def make(key: Array) -> tuple[Any, ...]:
+        logits, _, keys = _window(Draw(key), s, batch)
+        least = thresholds.ordered_bits(logits.max(-1) - 3) if few else jnp.zeros((batch, WINDOW), jnp.uint32)
+        return logits, least, keys, _sampling(batch, True)
+
+    ways = implementations(verification.draw, "reference", KERNEL)
+    shape, size = f"B {batch}, W {WINDOW}, {'few' if few else 'all'} kept", 4 * batch * WINDOW * s.vocab
+    return Case("verification.draw", shape, make, ways, ways["reference"].run, _argmax, bytes=size)
 
 
 def coupled(s: Sizes, batch: int, sampled: bool) -> Case:

@@ -15,7 +15,9 @@ from jax import Array
 
 from pallas_kernels import dispatch
 from pallas_kernels.verification import reference
-from pallas_kernels.verification.reference import Sampling, leading, likeliest, token_noise
+from pallas_kernels.verification.drawing import likeliest, token_noise
+from pallas_kernels.verification.reference import leading
+from pallas_kernels.verification.sampling import Sampling
 
 
 class Summary(NamedTuple):

@@ -1,6 +1,7 @@
 """Which tokens min_p, top_k and top_p keep, without sorting a vocabulary: thresholds on the order of the logits.
 
-Letters: B batch, W window, V vocabulary. Logits [B,W,V] float32; parameters [B,1], 0 = off; results [B,W,V] bool.
+Letters: B batch, W window, V vocabulary. Logits [B,W,V] float32; parameters [B,1], 0 = off; results [B,W] uint32: the
+least `ordered_bits` of a logit that is kept, 0 where the filter is off.
 """
 
 from __future__ import annotations
@@ -16,20 +17,25 @@ from pallas_kernels import dispatch, proof
 BITS = 4  # of a threshold, found in one sweep over the logits: 8 sweeps of 15 sums each, which XLA fuses
 
 
-def keep_min_p(logits: Array, min_p: Array) -> Array:
+def kept(logits: Array, least: Array) -> Array:
+    """The logits whose `ordered_bits` are at least those of their row; -inf in place of the others."""
+    return jnp.where(ordered_bits(logits) >= least[..., None], logits, -jnp.inf)
+
+
+def least_min_p(logits: Array, min_p: Array) -> Array:
     """Tokens at least `min_p` times as likely as the likeliest."""
-    return logits >= (logits.max(-1) + jnp.log(min_p))[..., None]  # log 0 = -inf keeps everything
+    return jnp.where(min_p > 0, ordered_bits(logits.max(-1) + jnp.log(min_p)), 0)
 
 
-def keep_top_k(logits: Array, top_k: Array) -> Array:
+def least_top_k(logits: Array, top_k: Array) -> Array:
     """The `top_k` likeliest tokens and those that tie with the last of them."""
     vocab_size = logits.shape[-1]
     wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)
     wanted = jnp.broadcast_to(wanted, logits.shape[:-1]).astype(jnp.float32)
-    return ordered_bits(logits) >= threshold(logits, None, wanted)[..., None]
+    return jnp.where(top_k > 0, threshold(logits, None, wanted), 0)
 
 
-def keep_top_p(logits: Array, top_p: Array) -> Array:
+def least_top_p(logits: Array, top_p: Array) -> Array:
     """The fewest likeliest tokens with mass `top_p` of what is left, and those that tie with the last of them.
 
     A row without top_p keeps even tokens too unlikely to change a float32 sum: what its neighbours ask for must not
@@ -37,7 +43,7 @@ def keep_top_p(logits: Array, top_p: Array) -> Array:
     """
     top = logits.max(-1)
     wanted = top_p * jnp.exp(logits - top[..., None]).sum(-1)
-    return (ordered_bits(logits) >= threshold(logits, top, wanted)[..., None]) | (top_p == 0)[..., None]
+    return jnp.where(top_p > 0, threshold(logits, top, wanted), 0)
 
 
 def threshold(logits: Array, top: Array | None, wanted: Array, *, implementation: str | None = None) -> Array:
@@ -45,9 +51,9 @@ def threshold(logits: Array, top: Array | None, wanted: Array, *, implementation
 
     Args:
       logits: [B,W,V] float32. top: [B,W], a token weighs exp(logit - top); None: each weighs 1. wanted: [B,W] float32.
-      implementation: see `pallas_kernels.dispatch`. "gpu", the default on GPUs, reads the logits once for each of 11
-        digits, and adds in another order: where a token's cumulative mass is within rounding of what is wanted, it may
-        draw the line at a token beside.
+      implementation: see `pallas_kernels.dispatch`. "gpu", the default on GPUs, reads the logits twice, or 13 times
+        where many lie near the threshold, and adds in another order: where a token's cumulative mass is within rounding
+        of what is wanted, it may draw the line at a token beside.
     """
     choice = {"reference": _threshold, "gpu": _threshold_gpu}
     return dispatch.call("verification.threshold", implementation, choice, logits, top, wanted, default="gpu")

@@ -17,7 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.verification import threefry
-from pallas_kernels.verification.reference import Sampling, accepted
+from pallas_kernels.verification.reference import accepted
+from pallas_kernels.verification.sampling import Sampling
 
 Carry = TypeVar("Carry")
 

@@ -51,7 +51,7 @@ def test_every_case_has_an_oracle_of_its_own_shape() -> None:
         got, want = (jax.eval_shape(function, *made) for function in (case.ways["reference"].run, case.exact))
         assert [x.shape for x in jax.tree.leaves(got)] == [x.shape for x in jax.tree.leaves(want)], case
         operations.add(case.operation)
-    assert len(operations) == 14
+    assert len(operations) == 15
     without_delta = all_cases(Sizes(key_heads=0), TINY)
     assert not any(case.operation.startswith(("gated_delta", "causal_conv")) for case in without_delta)
 

@@ -16,7 +16,7 @@ from pallas_kernels.gated_delta import Gates, Pending, inputs_gpu
 from pallas_kernels.gated_delta import gpu as gated_delta
 from pallas_kernels.norm import gpu as norm
 from pallas_kernels.quantized_matmul import gpu as quantized_matmul
-from pallas_kernels.verification import thresholds_gpu
+from pallas_kernels.verification import Sampling, draw_gpu, thresholds_gpu
 
 HOPPER = AbstractMesh(
     (1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu")
@@ -62,6 +62,14 @@ def thresholds(window: int) -> tuple[Callable[..., Any], Any]:
     return thresholds_gpu.threshold, (of(window, 248320), of(window), of(window))
 
 
+def draws(window: int) -> tuple[Callable[..., Any], Any]:
+    row, count, switches = of(), of(dtype=jnp.int32), of(window, dtype=jnp.bool_)
+    sampling = Sampling(row, row, count, row, of(16, dtype=jnp.int32), switches)
+    ids = None if window > 1 else jax.ShapeDtypeStruct((248320,), jnp.int32)
+    words = of(window, dtype=jnp.uint32), of(window, 2, dtype=jnp.uint32)
+    return draw_gpu.draw, (of(window, 248320), *words, sampling, ids)
+
+
 def norms(window: int) -> tuple[Callable[..., Any], Any]:
     width = 4096 if window == 1 else 2560  # that of a 4B target, no power of two
     stream, weight = of(window, width, dtype=jnp.bfloat16), jax.ShapeDtypeStruct((width,), jnp.bfloat16)
@@ -76,7 +84,7 @@ def products(window: int) -> tuple[Callable[..., Any], Any]:
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("kernel", [delta_step, walk, delta_inputs, pages, thresholds, norms, products])
+@pytest.mark.parametrize("kernel", [delta_step, walk, delta_inputs, pages, thresholds, draws, norms, products])
 def test_at_the_shapes_of_a_9b_target(kernel: Any, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     function, arguments = kernel(window)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, proof
-from pallas_kernels.verification import thresholds, thresholds_gpu
+from pallas_kernels.verification import nearby_gpu, sums_gpu, thresholds, thresholds_gpu
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(2, 3, 100)).astype(np.float32) * 5
@@ -24,10 +24,10 @@ LOGITS[0, 2, 1:60:3] = -0.0
 SIZES = {"bits": 3, "share": 64, "chunk": 8, "unroll": 2}, {"bits": 4, "share": 64, "chunk": 16, "unroll": 2}
 
 
-@pytest.mark.parametrize("keep, size", [(thresholds.keep_top_k, SIZES[0]), (thresholds.keep_top_p, SIZES[1])])
-def test_the_same_tokens_are_kept(keep: Any, size: dict[str, int]) -> None:
+@pytest.mark.parametrize("find, size", [(thresholds.least_top_k, SIZES[0]), (thresholds.least_top_p, SIZES[1])])
+def test_the_same_tokens_are_kept(find: Any, size: dict[str, int]) -> None:
     """By row: off, one token, some, nearly all."""
-    by_count = keep is thresholds.keep_top_k
+    by_count, keep = find is thresholds.least_top_k, lambda x, asked: thresholds.kept(x, find(x, asked))
     asked = jnp.zeros((2, 1), jnp.int32 if by_count else jnp.float32)
     with mock.patch.object(thresholds, "threshold", partial(thresholds_gpu.interpreted, **size)):
         kernel = jax.jit(lambda *args: keep(*args)).lower(LOGITS, asked).compile()
@@ -38,6 +38,22 @@ def test_the_same_tokens_are_kept(keep: Any, size: dict[str, int]) -> None:
         assert np.array_equal(got, want), value
 
 
+def test_a_row_with_too_much_near_its_threshold_is_left_to_the_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second has more there than is gathered, by one share or all; the third is all the same."""
+    logits = jnp.asarray(np.stack([9 * RNG.normal(size=3000), RNG.normal(size=3000), np.ones(3000)]), jnp.float32)[
+        :, None
+    ]
+    top = logits.max(-1)
+    wanted = 0.7 * jnp.exp(logits - top[..., None]).sum(-1)
+    monkeypatch.setattr(nearby_gpu, "PROGRAMS", 32)
+    got = thresholds_gpu.interpreted(logits, top, wanted, share=3000, room=1024)
+    assert np.array_equal(got, thresholds.threshold(logits, top, wanted))
+    known, walk = nearby_gpu.Row(top[:, 0], wanted[:, 0]), sums_gpu.Walk(512, 1024, 3, weighed=True)
+    bits, sure = nearby_gpu.settle(logits[:, 0], known, walk, warps=4, room=1024, interpret=True)
+    assert sure.tolist() == [1, 0, 0]
+    assert bits[0] == jax.lax.bitcast_convert_type(got, jnp.int32)[0, 0]
+
+
 def test_a_float_stands_for_ordered_bits() -> None:
     """Those of numbers, their neighbours, and any: of NaN too, and of what a device takes for 0."""
     tiny, huge = np.finfo(np.float32).tiny, np.finfo(np.float32).max
@@ -46,7 +62,7 @@ def test_a_float_stands_for_ordered_bits() -> None:
     known = np.asarray(thresholds.ordered_bits(jnp.asarray(numbers)))
     others = RNG.integers(0, 1 << 32, 200, dtype=np.uint32), np.array([0, 2**31 - 1, 2**32 - 1], np.uint32)
     bits = np.concatenate([known, known + np.uint32(1), known - np.uint32(1), *others])
-    least = jax.vmap(thresholds_gpu._float)(jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.int32))
+    least = jax.vmap(sums_gpu.float_of)(jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.int32))
     got = jax.vmap(lambda f: numbers >= f)(least)
     assert np.array_equal(got, known >= bits[:, None])
 
