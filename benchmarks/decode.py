@@ -5,7 +5,9 @@
 In one run: (floor) the model's own matrices applied one after another to as many rows, nothing else, and the bytes of
 recurrent state and attention cache (and of the experts that so many rows are likely to meet) at the rate that this
 reaches; (step) generation without a drafter; (cycle) with one, at a synthetic acceptance length; the same with
-sampling. Every figure is the median over repeated calls of the engine's own loop. `--mesh` spreads it over devices.
+sampling. Random weights make all tokens about as likely, and top_p would keep most of the vocabulary, as in no language
+model. So logits are spread as `--logits` says, by default so that temperature 0.8 and top_p 0.95 keep about 100 tokens.
+Every figure is the median over repeated calls of the engine's own loop. `--mesh` spreads it over devices.
 `--profile` adds where the time goes, for which command buffers must be off
 (XLA_FLAGS=--xla_gpu_enable_command_buffer=): they hide their kernels from the profiler.
 """
@@ -79,15 +81,19 @@ class Models:
 
     def __init__(
         self, target: TargetConfig, draft: DraftConfig, dtype: Any, quantization: str | None = None,
-        mesh: Mesh | None = None,
+        mesh: Mesh | None = None, logits: float = 4.0,
     ) -> None:  # fmt: skip
+        """logits: their standard deviation."""
         self.target_config, self.draft_config, self.mesh = target, draft, mesh
-        model = random_model(Target, target, dtype, mesh=mesh)
+        model, head = (random_model(kind, c, dtype, mesh=mesh) for kind, c in ((Target, target), (Eagle3, draft)))
+        tied = (target.vocab_size / target.hidden_size) ** 0.5 if target.tie_word_embeddings else 1.0
+        for norm, scale in ((model.norm, logits * tied), (head.norm, logits)):
+            norm.weight[...] = jnp.full_like(norm.weight[...], scale - norm.zero_centered)
         if quantization is not None:
             quantize_model(model, find_quantization(quantization))
         if mesh is None:
             model.merge_projections()
-        self.parts = [split(model), split(random_model(Eagle3, draft, dtype, mesh=mesh))]
+        self.parts = [split(model), split(head)]
 
     def leaves(self, case: Case) -> list[list[Array]]:
         return [leaves for _, leaves, _ in self.parts[: 2 if case.num_drafts else 1]]
@@ -292,6 +298,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, nargs="*", default=[3])
     parser.add_argument("--acceptance", type=float, nargs="+", default=[2.34, 3.0])
     parser.add_argument("--temperature", type=float, default=0.0, help="also time a sampled cycle, with top_p 0.95")
+    parser.add_argument("--logits", type=float, default=4.0, help="their standard deviation; at 1 most are kept")
     parser.add_argument("--prefill", type=int, nargs="*", default=[])
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--implementation", help="of operations with kernels, see pallas_kernels.dispatch")
@@ -303,13 +310,13 @@ def main() -> None:
     started = time.perf_counter()
     target = read_target_config(args.config)
     mesh = parse_mesh(args.mesh).mesh() if args.mesh else None
-    models = Models(target, head_config(target), jnp.bfloat16, args.quantization, mesh)
+    models = Models(target, head_config(target), jnp.bfloat16, args.quantization, mesh, args.logits)
     rows = cases(args)
     with ThreadPoolExecutor() as pool:  # XLA compiles outside of Python's lock
         compiled = list(pool.map(lambda case: models.compile(case, args.implementation), rows))
     report: dict[str, Any] = {
         "config": args.config.name, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "mesh": args.mesh,
-        "ready_s": time.perf_counter() - started, "floors": {}, "cases": [], "prefill_ms": {},
+        "logits": args.logits, "ready_s": time.perf_counter() - started, "floors": {}, "cases": [], "prefill_ms": {},
     }  # fmt: skip
     print(f"{report['device']}, jax {jax.__version__}; made and compiled in {report['ready_s']:.0f} s", flush=True)
     for case, program in zip(rows, compiled, strict=True):
@@ -333,6 +340,8 @@ def main() -> None:
         print(f"prefill of {tokens}: {report['prefill_ms'][tokens]:.1f} ms", flush=True)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
+    for operation, reason in dispatch.fallbacks().items():
+        print(f"{operation}: the reference, since {reason}")
     print(json.dumps(report | {"cases": [_short(case) for case in report["cases"]]}))
 
 
