@@ -21,20 +21,19 @@ def cases(s: Sizes, g: Grid) -> Iterator[Case]:
     for batch in g.verify_batches:
         yield from (coupled(s, batch, sampled) for sampled in (False, True))
         yield standard(s, batch)
-        yield from (nucleus(batch, *size) for size in ((WINDOW, s.vocab), (1, s.draft_vocab)))
+        yield from (nucleus(batch, *size, flat) for size in ((WINDOW, s.vocab), (1, s.draft_vocab)) for flat in (0, 1))
         yield from (drawn(s, batch, few) for few in (False, True))
 
 
-def nucleus(batch: int, window: int, vocab: int) -> Case:
-    """The search for top_p 0.95 in the target's logits, or in a draft's."""
+def nucleus(batch: int, window: int, vocab: int, flat: bool) -> Case:
+    """The search for top_p 0.95 in the target's logits, or in a draft's: it keeps some hundred tokens, or most."""
 
     def make(key: Array) -> tuple[Any, ...]:
-        logits = 3 * Draw(key).normal(batch, window, vocab)
-        top = logits.max(-1)
-        return logits, top, 0.95 * jnp.exp(logits - top[..., None]).sum(-1)
+        logits = (1 if flat else 5) * Draw(key).normal(batch, window, vocab)
+        return logits, logits.max(-1), jnp.full((batch, window), 0.95)
 
     ways = implementations(thresholds.threshold, "reference", KERNEL)
-    shape, size = f"B {batch}, W {window}, V {vocab}", 4 * batch * window * vocab
+    shape, size = f"B {batch}, W {window}, V {vocab}{', most kept' if flat else ''}", 4 * batch * window * vocab
     exact = ways["reference"].run
     return Case("verification.threshold", shape, make, ways, exact, _argmax, bytes=size)
 

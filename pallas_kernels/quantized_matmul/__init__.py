@@ -24,15 +24,17 @@ def quantized_matmul(
       block: inputs of a block; the last may have fewer. With one block for all inputs it does not count.
       parts: equal parts in which the inputs lie on several devices, where the reference multiplies blocks one by one
         only if each part has whole ones.
-      implementation: see `pallas_kernels.dispatch`. "gpu" reads every byte of the matrix once, as it is, for up to 64
-        rows of bfloat16. Not timed yet, so the reference is the default.
+      implementation: see `pallas_kernels.dispatch`. "gpu", the default on GPUs, reads every byte of the matrix once,
+        as it is, for up to 64 rows of bfloat16.
 
     Returns:
       [..., out] of the dtype of x. Sums are float32, and rounded once, with their scale.
     """
     implementations: dict[str, Callable[..., Array]] = {"reference": reference.quantized_matmul, "gpu": _gpu}
     args = (x, values, scale)
-    return dispatch.call("quantized_matmul", implementation, implementations, *args, block=block, parts=parts)
+    return dispatch.call(
+        "quantized_matmul", implementation, implementations, *args, default="gpu", block=block, parts=parts
+    )
 
 
 def _gpu(x: Array, values: Array, scale: Array, *, block: int, parts: int) -> Array:

@@ -28,7 +28,6 @@ from pallas_kernels import dispatch
 
 MAX_ROWS = 64
 DEPTH = 64  # inputs that a program takes at a time
-WARPS = 16 * 132  # what runs at once on an H100 or H200: splitting the inputs makes no more
 SMALL_BLOCK = 128
 
 
@@ -39,7 +38,7 @@ class Tiles(NamedTuple):
     columns: int
     warps: int
     stages: int = 1
-    splits: int | None = None  # None: by the size of the matrix
+    splits: int = 1
     dealt: int = 8
 
     @property
@@ -47,7 +46,8 @@ class Tiles(NamedTuple):
         return 8 * self.warps * self.columns
 
 
-FEW, MANY = Tiles(8, 4), Tiles(4, 4)  # up to 32 rows, and more: what is summed stays in registers
+FEW, MANY = Tiles(16, 2), Tiles(4, 4, stages=3)  # up to 16 rows, and more: what is summed stays in registers
+WARPS = 16 * 132  # of MANY at once on an H100 or H200: splitting the inputs makes no more
 
 
 @partial(jax.jit, static_argnames=("block", "tiles", "interpret"))  # so that a program of many layers lowers it once
@@ -58,23 +58,22 @@ def quantized_matmul(
 
     Raises NotImplementedError for what `check` names. `tiles`: for measuring. `interpret`: as of `pl.pallas_call`.
     """
-    tiles = tiles or _tiles(x)
+    step = block if len(scale) > 1 else DEPTH
+    tiles = tiles or tiles_for(x.size // max(x.shape[-1], 1), values.shape, step)
     check(x, values, scale, block, tiles, interpret)
     inputs, outputs = values.shape
-    step = block if len(scale) > 1 else DEPTH
     rows = x.reshape(-1, inputs)
-    splits = tiles.splits or _splits(len(rows), inputs // step, values.shape, tiles)
-    share = inputs // splits
+    share = inputs // tiles.splits
     sums = pl.pallas_call(
         partial(_kernel, padded(x), tiles, step, len(scale) > 1, interpret),
-        grid=(outputs // tiles.outputs, splits),
+        grid=(outputs // tiles.outputs, tiles.splits),
         in_specs=[
             pl.BlockSpec((len(rows), share), lambda n, s: (0, s)),
             pl.BlockSpec((share, tiles.outputs), lambda n, s: (s, n)),
             pl.BlockSpec((share // step if len(scale) > 1 else 1, tiles.outputs), lambda n, s: (s, n)),
         ],
         out_specs=pl.BlockSpec((None, len(rows), tiles.outputs), lambda n, s: (s, 0, n)),
-        out_shape=jax.ShapeDtypeStruct((splits, len(rows), outputs), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((tiles.splits, len(rows), outputs), jnp.float32),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="quantized_matmul",
@@ -88,15 +87,15 @@ def check(
 ) -> None:
     """Raises NotImplementedError where there is no GPU, for other dtypes, too many rows, and matrices that tiles do not
     divide."""
-    tiles = tiles or _tiles(x)
     inputs, outputs = values.shape
     step = block if len(scale) > 1 else DEPTH
+    tiles = tiles or tiles_for(x.size // inputs, values.shape, step)
     dispatch.require_gpu(interpret)
     if x.dtype != jnp.bfloat16 or values.dtype not in (jnp.int8, jnp.float8_e4m3fn):
         raise NotImplementedError(f"{x.dtype} by {values.dtype}, not bfloat16 by int8 or float8_e4m3fn")
     if not 0 < x.size <= MAX_ROWS * inputs:
         raise NotImplementedError(f"{x.size // inputs} rows; at least one and at most {MAX_ROWS}")
-    if step % DEPTH or inputs % (step * (tiles.splits or 1)) or outputs % tiles.outputs:
+    if step % DEPTH or inputs % (step * tiles.splits) or outputs % tiles.outputs:
         raise NotImplementedError(f"a matrix {inputs} x {outputs} in blocks of {step}: tiles do not divide it")
 
 
@@ -105,14 +104,21 @@ def padded(x: Array) -> int:
     return max(16, pl.next_power_of_2(x.size // x.shape[-1]))
 
 
-def _tiles(x: Array) -> Tiles:
-    return FEW if padded(x) <= 32 else MANY
+def tiles_for(rows: int, shape: tuple[int, ...], step: int) -> Tiles:
+    """What is used by itself for so many rows and a matrix [in, out], whose inputs are shared by whole steps."""
+    inputs, outputs = shape
+    tiles = FEW if rows <= 16 else MANY
+    across = max(outputs // tiles.outputs, 1)
+    if rows > 16:  # all programs run at once, and their sums are few bytes beside the matrix
+        most = max(min(inputs // (32 * rows), WARPS // (tiles.warps * across)), 1)
+        return tiles._replace(splits=max(n for n in _divisors(inputs // step) if n <= most))
+    least = max(8, -(-256 // across))
+    splits = min((n for n in _divisors(inputs // step) if n >= least), default=max(inputs // step, 1))
+    return tiles._replace(splits=splits, stages=2 if across * splits > 400 else 3)  # the fastest on an H200
 
 
-def _splits(rows: int, steps: int, shape: tuple[int, ...], tiles: Tiles) -> int:
-    """The most that leave programs whole steps, all running at once, and sums of few bytes beside the matrix."""
-    most = min(shape[0] // (32 * rows), WARPS // (tiles.warps * (shape[1] // tiles.outputs)))
-    return max(n for n in range(1, steps + 1) if steps % n == 0 and n <= max(most, 1))
+def _divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0] or [1]
 
 
 def _kernel(

@@ -30,28 +30,34 @@ COLUMNS, WARPS = 16, 4  # of a program that settles: gathered logits of each sha
 
 
 class Row(NamedTuple):
-    """What is known of a row before. The fields are [rows], or of one row inside a kernel."""
+    """What is known of a row. The fields are [rows], or of one row inside a kernel."""
 
     top: Array  # its largest logit
-    wanted: Array
+    wanted: Array  # what must weigh at least so much
+
+
+def summed(rows: Array, top: Array, walk: Walk, *, warps: int, interpret: Any = False) -> Array:
+    """What rows [rows,V] weigh down to each distance below their `top` [rows], and at all: [rows,shares,8]."""
+    shares = walk.shares(rows.shape[1])
+    call = _Arrays(len(rows), interpret).call
+    return call("threshold_sum", partial(_sum, walk), shares, warps, (rows, top), [(8, jnp.float32)])[0]
 
 
 def settle(
-    rows: Array, known: Row, walk: Walk, *, warps: int, room: int = ROOM, interpret: Any = False
+    rows: Array, known: Row, mass: Array, *, weighed: bool, room: int = ROOM, interpret: Any = False
 ) -> tuple[Array, Array]:
     """The thresholds of `thresholds.threshold` [rows] int32, the bits of a uint32, and where they were found, int32.
 
     Args:
-      rows: [rows,V] float32. walk, warps: of the programs that sum. room: logits of a row that can be gathered.
+      rows: [rows,V] float32. mass: of `summed`. weighed: as of a `Walk`. room: logits of a row that can be gathered.
     """
-    count, vocab_size = rows.shape
-    shares = min(max(SHARES, pl.next_power_of_2(pl.cdiv(PROGRAMS, count))), MOST)
-    found = _Arrays(count, interpret)
-    (mass,) = found.call(partial(_sum, walk), walk.shares(vocab_size), warps, (rows, *known), [(8, jnp.float32)])
-    outs = [(room // shares + CHUNK, jnp.float32), (1, jnp.int32)]
-    near, held = found.call(_gather, shares, 1, (rows, *known, mass), outs)
-    bits, sure = found.call(partial(_search, walk), 1, WARPS, (*known, mass, near, held), [(1, jnp.int32)] * 2)
-    return bits.reshape(-1), sure.reshape(-1)
+    shares = min(max(SHARES, pl.next_power_of_2(pl.cdiv(PROGRAMS, len(rows)))), MOST)
+    call, bits = _Arrays(len(rows), interpret).call, [(1, jnp.int32)]
+    outs = [(room // shares + CHUNK, jnp.float32), *bits]
+    near, held = call("threshold_gather", _gather, shares, 1, (rows, *known, mass), outs)
+    search = partial(_search, weighed)
+    found, sure = call("threshold_search", search, 1, WARPS, (*known, mass, near, held), 2 * bits)
+    return found.reshape(-1), sure.reshape(-1)
 
 
 class _Arrays(NamedTuple):
@@ -59,7 +65,7 @@ class _Arrays(NamedTuple):
     interpret: Any
 
     def call(
-        self, kernel: Any, shares: int, warps: int, args: tuple[Array, ...], outs: list[tuple[int, Any]]
+        self, name: str, kernel: Any, shares: int, warps: int, args: tuple[Array, ...], outs: list[tuple[int, Any]]
     ) -> list[Array]:
         """Programs [rows,shares], of which each gets what there is of its row and writes some [rows,shares,size]."""
         whole = lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda r, s: (r,) + (0,) * (x.ndim - 1))
@@ -72,14 +78,15 @@ class _Arrays(NamedTuple):
             out_shape=[jax.ShapeDtypeStruct((self.rows, shares, size), dtype) for size, dtype in outs],
             compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
             interpret=self.interpret,
-            name="threshold_near",
+            name=name,
         )(*args)
         return made
 
 
-def _sum(walk: Walk, logits: Any, top: Any, wanted: Any, mass: Any) -> None:
-    """What this share weighs down to each distance."""
-    for i, total in enumerate(sums(walk, logits, top[0], _places(top[0]))):
+def _sum(walk: Walk, logits: Any, top: Any, mass: Any) -> None:
+    """Of this share."""
+    least = [*_places(top[0]), jnp.float32(-np.inf)]
+    for i, total in enumerate(sums(walk, pl.program_id(1), logits, top[0], least)):
         mass[i] = total
 
 
@@ -99,7 +106,7 @@ class _Between(NamedTuple):
 
 
 def _between(known: Row, mass: Array) -> _Between:
-    """mass: [shares,8] as `_sum` leaves it; the last was not written."""
+    """mass: [shares,8] of `summed`."""
     low, high, above = jnp.float32(-np.inf), jnp.float32(np.nan), jnp.float32(0)
     number, total = jnp.arange(mass.shape[1], dtype=jnp.int32), jnp.sum(mass, axis=0)
     reached = [jnp.sum(jnp.where(number == i, total, 0.0)) for i in range(len(DISTANCES))]  # never less further down
@@ -139,28 +146,29 @@ def _append(between: _Between, read: list[Array], near: Any, count: Array) -> Ar
     return count
 
 
-def _search(walk: Walk, top: Any, wanted: Any, mass: Any, near: Any, held: Any, bits: Any, sure: Any) -> None:
-    """The largest threshold that leaves enough, bit by bit."""
+def _search(weighed: bool, top: Any, wanted: Any, mass: Any, near: Any, held: Any, bits: Any, sure: Any) -> None:
+    """The largest threshold that leaves enough, two bits at a time."""
     known, counts = Row(top[0], wanted[0]), held[...]
     between, most = _between(known, mass[...]), jnp.max(counts)
     fits = most <= near.shape[1] - CHUNK
     sure[0] = fits.astype(jnp.int32)
     rounds = jnp.where(fits, pl.cdiv(most, COLUMNS), 0)
 
-    def heavier(least: Array) -> Array:
-        def add(i: Array, total: Array) -> Array:
-            at = i * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
-            share = jnp.arange(near.shape[0], dtype=jnp.int32)[:, None]
-            x = plgpu.load(near.at[share, at[None, :]], mask=at[None, :] < counts, other=np.nan)
-            return total + jnp.where(x >= least, weight(walk, x, known.top), 0.0)
-
-        nothing = jnp.zeros((near.shape[0], COLUMNS), jnp.float32)
-        return between.above + jnp.sum(lax.fori_loop(0, rounds, add, nothing))
+    def add(least: list[Array], i: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
+        at = i * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
+        share = jnp.arange(near.shape[0], dtype=jnp.int32)[:, None]
+        x = plgpu.load(near.at[share, at[None, :]], mask=at[None, :] < counts, other=np.nan)
+        own = weight(weighed, x, known.top)
+        return tuple(total + jnp.where(x >= f, own, 0.0) for total, f in zip(totals, least, strict=True))
 
     def decide(i: Array, found: Array) -> Array:
-        tried = found | jnp.int32(1) << (31 - i)
+        tried = [found + (jnp.int32(digit) << (30 - 2 * i)) for digit in (1, 2, 3)]
+        nothing = (jnp.zeros((near.shape[0], COLUMNS), jnp.float32),) * 3
+        totals = lax.fori_loop(0, rounds, partial(add, list(map(float_of, tried))), nothing)
+        heavy = [between.above + jnp.sum(total) >= known.wanted for total in totals]
         # Sums are added in another order here; what was enough at the lower place is enough.
-        enough = ((tried ^ SIGN) <= order_of(between.low)) | (heavier(float_of(tried)) >= known.wanted)
-        return jnp.where(enough, tried, found)
+        low = [(bits ^ SIGN) <= order_of(between.low) for bits in tried]
+        enough = [(a | b).astype(jnp.int32) for a, b in zip(heavy, low, strict=True)]
+        return found + (sum(enough[1:], enough[0]) << (30 - 2 * i))
 
-    bits[0] = lax.fori_loop(0, 32, decide, jnp.int32(0))
+    bits[0] = lax.fori_loop(0, 16, decide, jnp.int32(0))

@@ -33,11 +33,11 @@ class Walk(NamedTuple):
         return pl.next_power_of_2(pl.cdiv(vocab_size, self.steps * self.step))
 
 
-def sums(walk: Walk, logits: Any, top: Array, least: list[Array], idle: Any = False) -> list[Array]:
-    """What the logits of this program's share weigh that are not below each of `least`; nothing if it is `idle`."""
+def sums(walk: Walk, share: Array, logits: Any, top: Array, least: list[Array]) -> list[Array]:
+    """What the logits of a share of a row weigh that are not below each of `least`."""
     add = partial(_add, walk, logits, top, least)
-    start, whole = pl.program_id(1) * walk.steps, logits.shape[0] // walk.step
-    stop = jnp.where(idle, start, jnp.minimum(start + walk.steps, pl.cdiv(logits.shape[0], walk.step)))
+    start, whole = share * walk.steps, logits.shape[0] // walk.step
+    stop = jnp.minimum(start + walk.steps, pl.cdiv(logits.shape[0], walk.step))
     found = tuple(jnp.zeros(walk.chunk, jnp.float32) for _ in least)
     found = lax.fori_loop(start, jnp.minimum(stop, whole), partial(add, False), found)
     found = lax.fori_loop(jnp.maximum(start, whole), stop, partial(add, True), found)
@@ -53,14 +53,14 @@ def _add(
     none = -np.inf if walk.weighed else np.nan  # weighs nothing, or is not counted
     beyond = lambda at: {"mask": at < logits.shape[0], "other": none} if last else {}
     for x in [plgpu.load(logits.at[at], **beyond(at)) for at in places]:
-        own = weight(walk, x, top)
+        own = weight(walk.weighed, x, top)
         found = tuple(total + jnp.where(x >= f, 1.0, 0.0) * own for total, f in zip(found, least, strict=True))
     return found
 
 
-def weight(walk: Walk, x: Array, top: Array) -> Any:
+def weight(weighed: bool, x: Array, top: Array) -> Any:
     """Of each of some logits."""
-    return jnp.exp2((x - top) * np.float32(np.log2(np.e))) if walk.weighed else 1.0  # exp costs twice as much
+    return jnp.exp2((x - top) * np.float32(np.log2(np.e))) if weighed else 1.0  # exp costs twice as much
 
 
 def float_of(bits: Array) -> Array:

@@ -41,16 +41,16 @@ def least_top_p(logits: Array, top_p: Array) -> Array:
     A row without top_p keeps even tokens too unlikely to change a float32 sum: what its neighbours ask for must not
     change its text.
     """
-    top = logits.max(-1)
-    wanted = top_p * jnp.exp(logits - top[..., None]).sum(-1)
-    return jnp.where(top_p > 0, threshold(logits, top, wanted), 0)
+    share = jnp.broadcast_to(top_p, logits.shape[:-1])
+    return jnp.where(top_p > 0, threshold(logits, logits.max(-1), share), 0)
 
 
 def threshold(logits: Array, top: Array | None, wanted: Array, *, implementation: str | None = None) -> Array:
     """uint32 [B,W]: the largest t for which the tokens with `ordered_bits` of at least t weigh no less than is wanted.
 
     Args:
-      logits: [B,W,V] float32. top: [B,W], a token weighs exp(logit - top); None: each weighs 1. wanted: [B,W] float32.
+      logits: [B,W,V] float32. top: [B,W], the largest of each row: a token weighs exp(logit - top), and wanted [B,W]
+        float32 is a share of what all weigh. None: each token weighs 1, and wanted is how many.
       implementation: see `pallas_kernels.dispatch`. "gpu", the default on GPUs, reads the logits twice, or 13 times
         where many lie near the threshold, and adds in another order: where a token's cumulative mass is within rounding
         of what is wanted, it may draw the line at a token beside.
@@ -61,6 +61,7 @@ def threshold(logits: Array, top: Array | None, wanted: Array, *, implementation
 
 def _threshold(logits: Array, top: Array | None, wanted: Array) -> Array:
     weight = jnp.float32(1) if top is None else jnp.exp(logits - top[..., None])
+    wanted = wanted if top is None else wanted * weight.sum(-1)  # type: ignore[union-attr]
     enough = lambda kept: jnp.where(kept, weight, 0.0).sum(-1) >= wanted
     return largest_threshold(ordered_bits(logits), enough)
 

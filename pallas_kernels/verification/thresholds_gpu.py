@@ -20,9 +20,10 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import dispatch
 from pallas_kernels.verification import nearby_gpu
+from pallas_kernels.verification.nearby_gpu import Row
 from pallas_kernels.verification.sums_gpu import Walk, float_of, sums
 
-BITS = 3  # of a digit: seven sums for each logit read
+BITS = 4  # of a digit: fifteen sums for each logit read
 CHUNK, UNROLL, WARPS = 512, 4, 4  # loads of 16 bytes a thread, four of them before the first is used
 PROGRAMS, SHARES = 1024, 8  # in all and of a row, at least, where there are logits enough for them
 
@@ -38,7 +39,7 @@ def threshold(
 
     Args:
       bits: of a digit. share: logits of a program, made whole steps of `unroll` chunks; None: by the number of rows.
-      chunk: logits added at once, a power of two. warps: of a program. room: of `nearby_gpu.settle`; 0: digits only.
+      chunk: logits added at once, a power of two. warps: of a program. room: of `nearby_gpu.settle`.
       interpret: as of `pl.pallas_call`.
 
     Raises NotImplementedError where there is no GPU, for no logits, and for logits that are not float32.
@@ -51,10 +52,11 @@ def threshold(
     rows, flat = logits.reshape(-1, logits.shape[-1]), lambda x: x.astype(jnp.float32).reshape(-1)
     share = share or pl.cdiv(rows.shape[1], max(SHARES, PROGRAMS // len(rows)))
     walk = Walk(chunk, chunk * unroll, pl.cdiv(share, chunk * unroll), weighed=top is not None)
-    known = nearby_gpu.Row(flat(rows.max(-1) if top is None else top), flat(wanted))
-    near, sure = jnp.zeros(len(rows), jnp.int32), jnp.zeros(len(rows), jnp.int32)
-    if room:
-        near, sure = nearby_gpu.settle(rows, known, walk, warps=warps, room=room, interpret=interpret)
+    reach = flat(rows.max(-1) if top is None else top)
+    mass = nearby_gpu.summed(rows, reach, walk, warps=warps, interpret=interpret)
+    total = mass[:, :, -1].sum(1) if walk.weighed else 1.0
+    known = Row(reach, flat(wanted) * total)
+    near, sure = nearby_gpu.settle(rows, known, mass, weighed=walk.weighed, room=room, interpret=interpret)
     found = _digits(_Digit(32, bits), walk, rows, known, sure, warps, interpret)
     return lax.bitcast_convert_type(jnp.where(sure > 0, near, found), jnp.uint32).reshape(wanted.shape)
 
@@ -70,9 +72,7 @@ class _Digit(NamedTuple):
         return range(1, 1 << min(self.bits, 32 - self.shift))
 
 
-def _digits(
-    digit: _Digit, walk: Walk, rows: Array, known: nearby_gpu.Row, sure: Array, warps: int, interpret: Any
-) -> Array:
+def _digits(digit: _Digit, walk: Walk, rows: Array, known: Row, sure: Array, warps: int, interpret: Any) -> Array:
     """The thresholds' bits [rows] int32, of rows that are not sure yet."""
     past: tuple[Array, ...] = ()
     for shift in range(31 // digit.bits * digit.bits, -1, -digit.bits):
@@ -106,11 +106,18 @@ def _sweep(
 
 def _kernel(digit: _Digit, walk: Walk, logits: Any, top: Any, wanted: Any, sure: Any, *refs: Any) -> None:
     *past, now_found, now_sums = refs
+    share = pl.program_id(1)  # which cannot be asked for in a branch that is interpreted
+    pl.when(sure[0] == 0)(lambda: _sum(digit, walk, share, logits, Row(top[0], wanted[0]), past, now_found, now_sums))
+
+
+def _sum(
+    digit: _Digit, walk: Walk, share: Array, logits: Any, known: Row, past: list[Any], now_found: Any, now_sums: Any
+) -> None:
     before = digit._replace(shift=digit.shift + digit.bits)
-    found = _decide(before, past[0][0], past[1][...], wanted[0]) if past else jnp.int32(0)
+    found = _decide(before, past[0][0], past[1][...], known.wanted) if past else jnp.int32(0)
     now_found[0] = found  # every share of a row writes the same
     least = [float_of(found + np.uint32(value << digit.shift).astype(np.int32)) for value in digit.values]
-    for value, total in zip(digit.values, sums(walk, logits, top[0], least, sure[0] > 0), strict=True):
+    for value, total in zip(digit.values, sums(walk, share, logits, known.top, least), strict=True):
         now_sums[value] = total
 
 
@@ -130,8 +137,7 @@ def small_case() -> tuple[Any, ...]:
     drawn = np.round(rng.normal(size=(128, 1, 20000)) * 4, 1).astype(np.float32)
     drawn[1::2] /= 64
     logits = jnp.asarray(drawn)
-    top = logits.max(-1)
-    return logits, top, 0.9 * jnp.exp(logits - top[..., None]).sum(-1)
+    return logits, logits.max(-1), jnp.full((128, 1), 0.9, jnp.float32)
 
 
 interpreted = partial(threshold, interpret=True)

@@ -116,14 +116,23 @@ def test_a_quantised_matrix_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None
         return gpu.interpreted(*args, block=block)
 
     monkeypatch.setattr("pallas_kernels.quantized_matmul._gpu", kernel)
-    want = matmul(x, Quantized(values, scale, 0))
-    assert not asked, "not the default before it was measured"
-    with dispatch.using("gpu"):
-        assert_close(matmul(x, Quantized(values, scale, 0)), want, 3e-3)
-        assert asked == [((3, 256), 0, 1)]
-        with dispatch.spread():
-            matmul(x, Quantized(values, scale, 0))
+    with dispatch.using("reference"):
+        want = matmul(x, Quantized(values, scale, 0))
+    assert not asked
+    assert_close(matmul(x, Quantized(values, scale, 0)), want, 3e-3)
+    assert asked == [((3, 256), 0, 1)]
+    with dispatch.spread():
+        matmul(x, Quantized(values, scale, 0))
     assert len(asked) == 1 and "not for a mesh" in dispatch.fallbacks()["quantized_matmul"]
+
+
+@pytest.mark.parametrize("shape", [(4096, 24576), (12288, 4096), (17408, 5120), (9216, 2560), (512, 2048)])
+@pytest.mark.parametrize("step", [64, 128])
+def test_the_inputs_are_shared_by_whole_steps(shape: tuple[int, int], step: int) -> None:
+    for rows in (1, 16, 17, 64):
+        tiles = gpu.tiles_for(rows, shape, step)
+        assert shape[0] % (step * tiles.splits) == 0 and shape[1] % tiles.outputs == 0
+        assert tiles.splits * shape[1] // tiles.outputs >= (32 if rows <= 16 else 1)
 
 
 def test_what_the_kernel_cannot_do() -> None:

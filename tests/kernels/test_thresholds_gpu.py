@@ -44,12 +44,14 @@ def test_a_row_with_too_much_near_its_threshold_is_left_to_the_digits(monkeypatc
         :, None
     ]
     top = logits.max(-1)
-    wanted = 0.7 * jnp.exp(logits - top[..., None]).sum(-1)
+    share = jnp.full(top.shape, 0.7)
     monkeypatch.setattr(nearby_gpu, "PROGRAMS", 32)
-    got = thresholds_gpu.interpreted(logits, top, wanted, share=3000, room=1024)
-    assert np.array_equal(got, thresholds.threshold(logits, top, wanted))
-    known, walk = nearby_gpu.Row(top[:, 0], wanted[:, 0]), sums_gpu.Walk(512, 1024, 3, weighed=True)
-    bits, sure = nearby_gpu.settle(logits[:, 0], known, walk, warps=4, room=1024, interpret=True)
+    got = thresholds_gpu.interpreted(logits, top, share, share=3000, room=1024)
+    assert np.array_equal(got, thresholds.threshold(logits, top, share))
+    walk = sums_gpu.Walk(512, 1024, 3, weighed=True)
+    mass = nearby_gpu.summed(logits[:, 0], top[:, 0], walk, warps=4, interpret=True)
+    known = nearby_gpu.Row(top[:, 0], 0.7 * mass[:, :, -1].sum(1))
+    bits, sure = nearby_gpu.settle(logits[:, 0], known, mass, weighed=True, room=1024, interpret=True)
     assert sure.tolist() == [1, 0, 0]
     assert bits[0] == jax.lax.bitcast_convert_type(got, jnp.int32)[0, 0]
 
