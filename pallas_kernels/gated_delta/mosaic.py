@@ -27,6 +27,7 @@ from pallas_kernels.gated_delta.reference import Pending
 MAX_WINDOW = 8
 KEY_WIDTH = 128
 WARPS, LANES, VECTOR = 4, 32, 4  # of a program; of a warp; columns of a thread
+ROWS = 8  # of `_by_warp`
 
 
 class Tiles(NamedTuple):
@@ -102,18 +103,19 @@ class _Near(NamedTuple):
 
     state: Any  # [M,columns]
     old_keys: Any  # [C,M]
-    q: Any  # [W,M]
-    k: Any  # [W,M]
-    v: Any  # [W,columns]
+    vectors: Any  # [2*W or more,M]: the window's keys, its queries, and what fills up `_by_warp`
+    values: Any  # [W,columns]
+    scores: Any  # [W,2*W or more]: each key with each of the vectors
     window_came: Any
     piece_came: Any  # [pieces]
 
 
 def _scratch(tiles: Tiles, window: int, before: int) -> _Near:
     of = lambda *shape: plgpu.SMEM(shape, jnp.float32)
-    keys, pieces = of(window, KEY_WIDTH), plgpu.Barrier(num_barriers=tiles.pieces)
-    state, values = of(KEY_WIDTH, tiles.columns), of(window, tiles.columns)
-    return _Near(state, of(before, KEY_WIDTH), keys, keys, values, plgpu.Barrier(num_arrivals=4), pieces)
+    vectors = -(-2 * window // ROWS) * ROWS
+    barriers = plgpu.Barrier(num_arrivals=4), plgpu.Barrier(num_barriers=tiles.pieces)
+    keys, values = (of(before, KEY_WIDTH), of(vectors, KEY_WIDTH)), of(window, tiles.columns)
+    return _Near(of(KEY_WIDTH, tiles.columns), *keys, values, of(window, vectors), *barriers)  # type: ignore[call-arg]
 
 
 class _Here(NamedTuple):
@@ -141,28 +143,29 @@ def _kernel(
     head = lax.axis_index("head")
     here = _Here(lax.axis_index("slot"), head, pl.ds(lax.axis_index("part") * tiles.columns, tiles.columns))
     mine, updates = state.at[here.slot, head, :, here.columns], here.tokens(updates[0] if updates else old_updates)
-    keys = [x.at[here.slot, :, head // repeats, :] for x in (old_keys, q, k)]
+    keys = [x.at[here.slot, :, head // repeats, :] for x in (old_keys, k, q)]
     _fetch(mine, [*keys, here.tokens(v)], near)
     layout = _layout(tiles.columns)
     counts = [j < accepted[here.slot] for j in range(old_keys.shape[1])]
     old, decay = _to_add(counts, here.tokens(old_updates), here.gates(old_decay), layout.reduce(0))
-    decays, strengths = here.gates(g), here.gates(beta)
+    decays, strengths = [jnp.exp(x) for x in here.gates(g)], here.gates(beta)
     plgpu.barrier_wait(near.window_came)
     for j, counted in enumerate(counts):  # what was rejected may be anything
-        near.old_keys[j, :] = jnp.where(counted, _load(near.old_keys.at[j, :], _spread()), 0.0)
-    weights = _weights(near, decays)
+        near.old_keys[j, :] = jnp.where(counted, _load(near.old_keys.at[j, :], _by_warp().reduce(0)), 0.0)
+    _score(near)
     plgpu.commit_smem()
-    products = _walk(tiles, mine, near, [_wide(x, 1, layout) for x in old], decay, layout)
-    values = [_load(near.v.at[t, :], layout.reduce(0)) for t in range(v.shape[1])]
-    solved, said = _solve(products, weights, values, strengths)
-    for t, (update, output) in enumerate(zip(solved, said, strict=True)):
+    products = _walk(tiles, mine, near, old, decay, layout)
+    solved = _solve(products, near, decays, strengths, layout.reduce(0))
+    for t, (update, output) in enumerate(zip(*solved, strict=True)):
         updates[t, :] = update
         here.tokens(out)[t, :] = output
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _fetch(state: Any, vectors: list[Any], near: _Near) -> None:
-    for source, target in zip(vectors, (near.old_keys, near.q, near.k, near.v), strict=True):
+def _fetch(state: Any, window: list[Any], near: _Near) -> None:
+    size = near.values.shape[0]
+    keys, queries = (near.vectors.at[pl.ds(at, size), :] for at in (0, size))
+    for source, target in zip(window, (near.old_keys, keys, queries, near.values), strict=True):
         plgpu.copy_gmem_to_smem(source, target, near.window_came)
     pieces = near.piece_came.shape[0]
     for piece in range(pieces):
@@ -185,10 +188,10 @@ def _down(columns: int) -> int:
     return LANES * WARPS * VECTOR // columns
 
 
-def _spread() -> Any:
-    """Of [M]: each warp has all of it, so that it sums by itself."""
-    tiling = plgpu.Tiling(((KEY_WIDTH,), (VECTOR,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(WARPS),), lane_dims=(-2,), vector_dim=-1)
+def _by_warp() -> Any:
+    """Of [vectors,M]: no vector is of two warps, so that a warp sums by itself; each warp has two of every eight."""
+    tiling = plgpu.Tiling(((ROWS, KEY_WIDTH), (ROWS // WARPS, LANES // 2 * VECTOR), (VECTOR,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def _load(ref: Any, layout: Any) -> Array:
@@ -197,10 +200,10 @@ def _load(ref: Any, layout: Any) -> Array:
     return loaded
 
 
-def _wide(x: Array, dimension: int, layout: Any) -> Array:
-    """[rows] or [columns], by `dimension`, as [rows, columns] of `layout`."""
-    shape = layout.args[0].tiles[0]
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (dimension,)), layout)
+def _wide(x: Array, dimension: int, shape: tuple[int, ...], layout: Any) -> Array:
+    """[rows] or [columns], by `dimension`, as [rows, columns]."""
+    wide: Array = plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (dimension,)), layout)
+    return wide
 
 
 def _to_add(counts: list[Array], updates: Any, log_decay: list[Array], layout: Any) -> tuple[list[Array], Array]:
@@ -212,46 +215,33 @@ def _to_add(counts: list[Array], updates: Any, log_decay: list[Array], layout: A
     return found[::-1], jnp.exp(to_end)
 
 
-class _Weights(NamedTuple):
-    """Scalars of a window's token: what it keeps of the state and of the updates of each token up to itself."""
-
-    start: Array
-    read: list[Array]
-    said: list[Array]
-
-
-def _weights(near: _Near, decays: list[Array]) -> list[_Weights]:
-    """Each decay is a sum of its own, never a difference of two long ones."""
-    q, k = ([_load(x.at[t, :], _spread()) for t in range(len(decays))] for x in (near.q, near.k))
-    found, since_start = [], jnp.float32(0.0)
-    for t in range(len(decays)):
-        since_start += decays[t]
-        since, read, said = jnp.float32(0.0), [], [jnp.sum(k[t] * q[t])]
-        for j in reversed(range(t)):
-            since += decays[j + 1]
-            read.append(jnp.exp(since) * jnp.sum(k[j] * k[t]))
-            said.append(jnp.exp(since) * jnp.sum(k[j] * q[t]))
-        found.append(_Weights(jnp.exp(since_start), read[::-1], said[::-1]))
-    return found
+def _score(near: _Near) -> None:
+    layout = _by_warp()
+    vectors = _load(near.vectors, layout)
+    for j in range(near.values.shape[0]):
+        key = _load(near.vectors.at[j, :], layout.reduce(0))
+        near.scores[j, :] = jnp.sum(_wide(key, 1, vectors.shape, layout) * vectors, axis=1)
 
 
 def _walk(tiles: Tiles, state: Any, near: _Near, old: list[Array], decay: Array, layout: Any) -> list[Array]:
     """The products [columns] of keys, then of queries with the state, which is brought up to date on the way."""
-    vectors = [x.at[t] for x in (near.k, near.q) for t in range(near.k.shape[0])]
+    vectors = [near.vectors.at[i] for i in range(2 * near.values.shape[0])]
     old_keys = [near.old_keys.at[j] for j in range(len(old))]
     height = _down(tiles.columns)
+    shape = height, tiles.columns
     turns = KEY_WIDTH // tiles.pieces // height
+    old = [_wide(x, 1, shape, layout) for x in old]
 
     def turn(i: Array, products: list[Array]) -> list[Array]:
         rows = pl.ds(i * height, height)
-        scalars = lambda x: _wide(_load(x.at[rows], layout.reduce(1)), 0, layout)
+        scalars = lambda x: _wide(_load(x.at[rows], layout.reduce(1)), 0, shape, layout)
         held = _load(near.state.at[rows, :], layout) * decay
         for key, update in zip(old_keys, old, strict=True):
             held += scalars(key) * update
         near.state[rows, :] = held
         return [total + scalars(x) * held for total, x in zip(products, vectors, strict=True)]
 
-    products = [plgpu.layout_cast(jnp.zeros((height, tiles.columns), jnp.float32), layout)] * len(vectors)
+    products = [plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)] * len(vectors)
     for piece in range(tiles.pieces):
         plgpu.barrier_wait(near.piece_came.at[piece])
         products = lax.fori_loop(piece * turns, (piece + 1) * turns, turn, products, unroll=min(tiles.unroll, turns))
@@ -262,19 +252,20 @@ def _walk(tiles: Tiles, state: Any, near: _Near, old: list[Array], decay: Array,
 
 
 def _solve(
-    products: list[Array], weights: list[_Weights], values: list[Array], strengths: list[Array]
+    products: list[Array], near: _Near, decays: list[Array], strengths: list[Array], layout: Any
 ) -> tuple[list[Array], list[Array]]:
     """Updates and outputs [columns] of the window's tokens, one after another."""
+    window = len(decays)
     solved: list[Array] = []
     outputs = []
-    by_keys, by_queries = products[: len(weights)], products[len(weights) :]
-    for t, weight in enumerate(weights):
-        read = weight.start * by_keys[t]
-        for share, update in zip(weight.read, solved, strict=True):
-            read += share * update
-        solved.append(strengths[t] * (values[t] - read))
-        said = weight.start * by_queries[t]
-        for share, update in zip(weight.said, solved, strict=True):
-            said += share * update
-        outputs.append(said)
+    start, since = jnp.float32(1.0), []  # what a token keeps of the state, and of the updates of each before it
+    for t, decay in enumerate(decays):
+        start, since = start * decay, [x * decay for x in since]
+        read, said = start * products[t], start * products[window + t]
+        for j, kept in enumerate(since):
+            read += kept * near.scores[j, t] * solved[j]
+            said += kept * near.scores[j, window + t] * solved[j]
+        solved.append(strengths[t] * (_load(near.values.at[t, :], layout) - read))
+        outputs.append(said + near.scores[t, window + t] * solved[t])
+        since.append(jnp.float32(1.0))
     return solved, outputs
