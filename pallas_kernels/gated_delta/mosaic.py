@@ -258,7 +258,8 @@ def _solve(
     window = len(decays)
     solved: list[Array] = []
     outputs = []
-    start, since = jnp.float32(1.0), []  # what a token keeps of the state, and of the updates of each before it
+    start: Array = jnp.float32(1.0)  # what a token keeps of the state
+    since: list[Array] = []  # and of the update of each token before it: no difference of two long sums
     for t, decay in enumerate(decays):
         start, since = start * decay, [x * decay for x in since]
         read, said = start * products[t], start * products[window + t]
