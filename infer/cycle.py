@@ -24,7 +24,6 @@ from infer.sampling import (
     Purpose,
     SamplingState,
     draft_sample,
-    gumbel_noise,
     position_keys,
     process_logits,
     sample,
@@ -135,9 +134,7 @@ def prefill(
 
 
 def _first_token(target: Target, state: DecodeState, hidden: Array) -> Array:
-    positions = state.prompt_lengths[:, None]
-    logits = process_logits(target.logits(hidden[:, None]), state.sampling, positions)
-    return sample(logits, gumbel_noise(state.sampling, positions, logits.shape[-1]))
+    return sample(target.logits(hidden[:, None]), state.sampling, state.prompt_lengths[:, None])
 
 
 def cycle(target: Target, drafter: Eagle3 | None, state: DecodeState, how: Speculation) -> DecodeState:
@@ -256,11 +253,11 @@ def _judge(
     if drafter is None or draft_probs is None or method == "coupled":
         keys = position_keys(sampling, positions, Purpose.TOKEN)
         return verification.verify(logits, drafts, keys, sampling.at(positions))
-    processed = process_logits(logits, sampling, positions)
     if method == "standard":
+        processed = process_logits(logits, sampling, positions)
         return verify_standard(processed, drafts, draft_probs, drafter.d2t[...], sampling, positions)
     assert how.synthetic_acceptance_length is not None
-    samples = sample(processed, gumbel_noise(sampling, positions, logits.shape[-1]))
+    samples = sample(logits, sampling, positions)
     return verify_synthetic(samples, drafts, sampling, positions, how.synthetic_acceptance_length)
 
 

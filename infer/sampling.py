@@ -186,9 +186,10 @@ def process_logits(logits: Array, params: SamplingState, positions: Array, token
 # ------------------------------------------------------------------------------------------------- tokens
 
 
-def sample(processed: Array, noise: Array) -> Array:
-    """[B, W] int32 tokens: the argmax of processed logits plus noise (both [B, W, V] float32)."""
-    return verification.likeliest(processed + noise)
+def sample(logits: Array, params: SamplingState, positions: Array) -> Array:
+    """[B, W] int32 tokens: the argmax of processed logits [B, W, V] plus the noise of their positions [B, W]."""
+    sampling, keys = params.at(positions), position_keys(params, positions, Purpose.TOKEN)
+    return verification.draw(*verification.thresholded(logits, sampling), keys, sampling)
 
 
 def draft_sample(

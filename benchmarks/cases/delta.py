@@ -34,7 +34,7 @@ def step(s: Sizes, batch: int, window: int) -> Case:
         return _state(draw, s, batch), pending, *_inputs(draw, s, batch, window)
 
     size = 2 * 4 * batch * s.value_heads * s.key_width * s.value_width
-    ways = implementations(gated_delta.step, "reference", KERNEL)
+    ways = implementations(gated_delta.step, "reference", KERNEL, *(["triton"] if KERNEL == "gpu" else []))
     exact, floor = gated_delta.reference.step, lambda state, *_: state * 0.999
     return Case("gated_delta.step", f"B {batch}, W {window}", make, ways, exact, floor, in_place=True, bytes=size)
 

@@ -2,7 +2,7 @@
 
 XLA reads every key of the cache's allocation, used or not. Here a program takes one row, one key head with all of its
 queries, and a share of the row's pages, as far as they are in use; the shares' softmaxes are merged afterwards. Lowered
-by Pallas' Triton route, named explicitly; see `pallas_kernels.gated_delta.gpu` on why.
+by Pallas' Triton route, named explicitly; see `pallas_kernels` on why.
 """
 
 from __future__ import annotations

@@ -81,15 +81,15 @@ def step(
         committed. None is a chain. The `accepted` of a pending tree is the `path` of the last token accepted. The
         reference alone does trees, and the engine has no use for them yet: it drafts chains.
       implementation: see `pallas_kernels.dispatch`. All kernels read and write the state once, in place where the
-        caller donates it. "gpu" is the default on GPUs (benchmarks/RESULTS.md says why); "mosaic" is another for
-        Hopper, by Pallas' Mosaic GPU route; "tpu" has been compared with the reference and compiled for every TPU, but
-        not timed.
+        caller donates it. "gpu", the default on GPUs, is "mosaic" where that can do the job (Hopper, windows of up to
+        8, widths of 128) and else "triton"; benchmarks/RESULTS.md compares them. "tpu" has been compared with the
+        reference and compiled for every TPU, but not timed.
 
     Returns:
       outputs [B,W,K*R,P], updates [B,W,K*R,P] (the next `pending.updates`) and the committed state, all float32.
     """
     implementations: dict[str, Callable[..., tuple[Array, Array, Array]]] = {
-        "reference": reference.step, "tpu": _tpu, "gpu": _gpu, "mosaic": _mosaic,
+        "reference": reference.step, "tpu": _tpu, "gpu": _gpu, "mosaic": _mosaic, "triton": _triton,
     }  # fmt: skip
     args = (state, pending, q, k, v, g, beta)
     return dispatch.call("gated_delta.step", implementation, implementations, *args, default="gpu", parents=parents)
@@ -103,24 +103,31 @@ def _tpu(*args: Any, parents: Array | None) -> tuple[Array, Array, Array]:
 
 
 def _gpu(*args: Any, parents: Array | None) -> tuple[Array, Array, Array]:
-    _refuse_trees(args[1], parents)
-    dispatch.require_gpu()
-    from pallas_kernels.gated_delta import gpu
-
-    tiles = gpu.tiles_for(args[0], args[3].shape[1])
-    kernel = partial(gpu.step, tiles=tiles)
-    proof.require(f"gated_delta.step on this GPU, {tiles}", kernel, reference.step, gpu.small_case, rtol=1e-4)
-    return kernel(*args)
+    try:
+        return _mosaic(*args, parents=parents)
+    except NotImplementedError:
+        return _triton(*args, parents=parents)
 
 
 def _mosaic(*args: Any, parents: Array | None) -> tuple[Array, Array, Array]:
     _refuse_trees(args[1], parents)
-    dispatch.require_gpu()
-    from pallas_kernels.gated_delta import gpu, mosaic
+    from pallas_kernels.gated_delta import mosaic, triton
 
+    mosaic.check(args[0], args[1], args[3])
     tiles = mosaic.tiles_for(args[0])
     kernel = partial(mosaic.step, tiles=tiles)
-    proof.require(f"gated_delta.step by Mosaic, {tiles}", kernel, reference.step, gpu.small_case, rtol=1e-4)
+    proof.require(f"gated_delta.step by Mosaic, {tiles}", kernel, reference.step, triton.small_case, rtol=1e-4)
+    return kernel(*args)
+
+
+def _triton(*args: Any, parents: Array | None) -> tuple[Array, Array, Array]:
+    _refuse_trees(args[1], parents)
+    dispatch.require_gpu()
+    from pallas_kernels.gated_delta import triton
+
+    tiles = triton.tiles_for(args[0])
+    kernel = partial(triton.step, tiles=tiles)
+    proof.require(f"gated_delta.step by Triton, {tiles}", kernel, reference.step, triton.small_case, rtol=1e-4)
     return kernel(*args)
 
 

@@ -4,7 +4,7 @@ XLA makes several small kernels of it: taking the tail, joining, convolving, two
 warp takes the channels of one head of a row, of the queries, the keys or the values, and every input is read once and
 every result written once. What is kept of the inputs for the next window replaces `past` in its own buffer, so that a
 loop of cycles copies nothing: a program reads and writes its own channels alone, and reads them before it writes.
-Lowered by Pallas' Triton route, named explicitly; see `pallas_kernels.gated_delta.gpu` on why.
+Lowered by Pallas' Triton route, named explicitly; see `pallas_kernels` on why.
 """
 
 from __future__ import annotations

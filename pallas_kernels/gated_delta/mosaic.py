@@ -1,9 +1,9 @@
-"""What `gpu.step` does, by Pallas' Mosaic GPU route, which is to follow the deprecated Triton route. For Hopper.
+"""What `triton.step` does, by Pallas' Mosaic GPU route, and faster (benchmarks/RESULTS.md). For Hopper.
 
 A program takes some columns of one head's state. All of it is fetched into shared memory at once, by asynchronous
 copies of a few rows each, so that what is on its way costs no registers; each piece is brought up to date where it
 lies, and is sent back while the next one is worked on. Nothing but the products with the window's keys and queries is
-kept of it, as in `gpu`.
+kept of it, as in `triton`.
 
 A warp has a quarter of the columns, a thread four of these, in every fourth row where there are 128 columns. The lanes
 of a warp that read a key's scalars read neighbours, the products are summed across lanes by shuffles, and warps meet
@@ -38,13 +38,14 @@ class Tiles(NamedTuple):
     unroll: int = 2
 
 
-WHOLE, PART = Tiles(128, 4), Tiles(32, 2)
-MANY = 512  # heads of all slots together, from which on a program takes all columns of one
+WHOLE, HALF, QUARTER = Tiles(128, 4), Tiles(64, 2), Tiles(32, 1)
 
 
 def tiles_for(state: Array) -> Tiles:
-    """What `step` takes by itself for a state [B,N,M,P]."""
-    return WHOLE if state.shape[0] * state.shape[1] >= MANY and state.shape[3] % WHOLE.columns == 0 else PART
+    """What `step` takes by itself for a state [B,N,M,P], by the number of all slots' heads: the fastest on an H200."""
+    heads, width = state.shape[0] * state.shape[1], state.shape[3]
+    chosen = WHOLE if heads >= 1024 else HALF if heads >= 128 else QUARTER
+    return chosen if width % chosen.columns == 0 else QUARTER
 
 
 @partial(jax.jit, static_argnames=("tiles", "interpret"))  # so that a program of many layers lowers it once
@@ -60,7 +61,7 @@ def step(
     `pl.kernel`.
     """
     tiles = tiles or tiles_for(state)
-    _check(state, max(k.shape[1], pending.keys.shape[1]), tiles, interpret)
+    check(state, pending, k, tiles, interpret)
     in_place = pending.updates.shape == v.shape and pending.updates.dtype == jnp.float32
     q, k, v, g, beta = (x.astype(jnp.float32) for x in (q, k, v, g, beta))
     old_keys, old_updates, old_decay = (x.astype(jnp.float32) for x in pending[:3])
@@ -88,8 +89,10 @@ def step(
     return out, jax.freeze(updates_ref) if in_place else updates[0], jax.freeze(state_ref)
 
 
-def _check(state: Array, window: int, tiles: Tiles, interpret: Any) -> None:
+def check(state: Array, pending: Pending, k: Array, tiles: Tiles | None = None, interpret: Any = False) -> None:
+    """Raises NotImplementedError for what `step` says."""
     dispatch.require_gpu(interpret)
+    tiles, window = tiles or tiles_for(state), max(k.shape[1], pending.keys.shape[1])
     if state.dtype != jnp.float32:
         raise NotImplementedError(f"a state in {state.dtype}, not float32")
     if state.shape[2] != KEY_WIDTH or state.shape[3] % tiles.columns:

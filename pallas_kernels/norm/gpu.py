@@ -2,7 +2,7 @@
 
 XLA makes three kernels of it when rows are few (the sum, the reduction, the scaling), and each lasts hardly longer than
 its launch. Here a program holds a row in registers. Lowered by Pallas' Triton route, named explicitly; see
-`pallas_kernels.gated_delta.gpu` on why.
+`pallas_kernels` on why.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ of bytes takes from two such rows the pair that it wants; three more instruction
 come out of order, and are put in order once, at the end.
 
 Programs share the matrix by columns, and by inputs too where columns alone would be few; XLA then adds their sums.
-Lowered by Pallas' Triton route, named explicitly; see `pallas_kernels.gated_delta.gpu` on why. What it makes of this is
+Lowered by Pallas' Triton route, named explicitly; see `pallas_kernels` on why. What it makes of this is
 fast only as long as Triton deals inputs out to threads in eights (`Tiles.dealt`); it is right in any case.
 """
 

@@ -4,7 +4,7 @@ XLA makes the noise of every logit, some hundred instructions for each, though f
 is one warp, which walks its share of a row by steps; it reads a step's logits for whether any is kept, and only then
 reads them again, out of the cache, and adds their noise. Of each of its lanes it holds the best sum and where that was,
 and XLA takes the best of all programs of a row. One warp needs no barrier to agree that nothing is kept. Lowered by
-Pallas' Triton route, named explicitly; see `pallas_kernels.gated_delta.gpu` on why.
+Pallas' Triton route, named explicitly; see `pallas_kernels` on why.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A language model is mostly sure: all but some of its 248,320 logits lie far belo
 at some distances below the largest logit; what lies between the two distances where it becomes enough is gathered; and
 the threshold is found among these alone. That reads the logits twice, where finding it digit by digit reads them eleven
 times. A row with more logits there than there is room for is left to the digits. Lowered by Pallas' Triton route, named
-explicitly; see `pallas_kernels.gated_delta.gpu` on why.
+explicitly; see `pallas_kernels` on why.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 XLA makes three kernels of a digit, of which two read all logits, since it sums for no more than some thresholds at a
 time. Here a program takes a row's share of the vocabulary; it first decides the digit before, from the sums that all
 shares have left, and then sums for the next. Where `nearby_gpu` has found the threshold of a row, its programs do
-nothing. Lowered by Pallas' Triton route, named explicitly; see `pallas_kernels.gated_delta.gpu` on why.
+nothing. Lowered by Pallas' Triton route, named explicitly; see `pallas_kernels` on why.
 """
 
 from __future__ import annotations

@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from infer.params import SamplingParams
 from infer.sampling import SamplingState, request_key, request_state
+from pallas_kernels.verification import likeliest
 
 
 def state_of(*rows: SamplingParams, prompt_length: int = 0, stop_ids: tuple[int, ...] = ()) -> SamplingState:
@@ -36,3 +38,8 @@ def many_keys(count: int, seed: int = 0, **params: Any) -> SamplingState:
 
 def take_rows(state: SamplingState, rows: list[int]) -> SamplingState:
     return jax.tree.map(lambda leaf: leaf[np.array(rows)], state)
+
+
+def sample(processed: Array, noise: Array) -> Array:
+    """What `infer.sampling.sample` does, with all of its noise at hand: [B,W] int32, of two [B,W,V]."""
+    return likeliest(processed + noise)

@@ -19,7 +19,7 @@ from infer import plan
 from infer.cycle import Speculation
 from pallas_kernels import dispatch
 from pallas_kernels.attention import gpu as attention_gpu
-from pallas_kernels.gated_delta import gpu as delta_gpu
+from pallas_kernels.gated_delta import triton as delta_triton
 from tests.infer import tiny
 from tests.infer.test_lossless import PARAMS, PROMPTS, STOPS, same
 
@@ -34,7 +34,7 @@ def test_gpu_kernels_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def step(state: jax.Array, *rest: Any, parents: None) -> Any:
         seen.append(state.shape)
-        return delta_gpu.interpreted(state, *rest)
+        return delta_triton.interpreted(state, *rest)
 
     def attention(q: jax.Array, *rest: jax.Array, contiguous: bool) -> jax.Array:
         seen.append(q.shape)

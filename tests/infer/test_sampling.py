@@ -23,11 +23,10 @@ from infer.sampling import (
     request_key,
     request_state,
     resolve_stop_ids,
-    sample,
     uniform_open,
 )
 from pallas_kernels.verification import threefry, thresholds
-from tests.infer.states import many_keys, state_of, take_rows
+from tests.infer.states import many_keys, sample, state_of, take_rows
 
 VOCAB = 37
 RNG = np.random.default_rng(0)
@@ -292,8 +291,7 @@ def test_samples_follow_the_processed_distribution(params: dict[str, Any]) -> No
 
 
 def test_greedy_sample_is_the_argmax() -> None:
-    state = idle_state(1)
-    tokens = sample(process(LOGITS, state, positions()), gumbel_noise(state, positions(), VOCAB))
+    tokens = sampling.sample(jnp.asarray(LOGITS), idle_state(1), positions())
     assert np.array_equal(tokens, LOGITS.argmax(-1)) and tokens.dtype == jnp.int32
 
 

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import use_abstract_mesh
 
 from pallas_kernels import proof
-from pallas_kernels.gated_delta import Pending, gpu, mosaic, reference, step
+from pallas_kernels.gated_delta import Pending, mosaic, reference, step, triton
 from tests.helpers import assert_close
 from tests.kernels.test_gated_delta_tpu import arguments
 from tests.kernels.test_lowered_for_cuda import HEADS, HOPPER, KEY_HEADS, WIDTH, of
@@ -39,7 +39,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         (2, 1, 1, 2, 1, mosaic.Tiles(128, 2)),
         (3, 4, 2, 1, 2, mosaic.WHOLE),
-        (1, 2, 4, 1, 1, mosaic.PART),
+        (1, 2, 4, 1, 1, mosaic.QUARTER),
         (2, 8, 8, 1, 1, mosaic.Tiles(64, 4)),
     ],
 )
@@ -66,7 +66,9 @@ def test_strong_decays_and_rejected_garbage(interpreted: Any) -> None:
         assert_close(a, b, 1e-5, name)
 
 
-@pytest.mark.parametrize(("slots", "window", "tiles"), [(8, 1, mosaic.PART), (64, 8, mosaic.WHOLE)])
+@pytest.mark.parametrize(
+    ("slots", "window", "tiles"), [(1, 1, mosaic.QUARTER), (8, 4, mosaic.HALF), (64, 8, mosaic.WHOLE)]
+)
 def test_lowered_at_the_shapes_of_a_9b_target(
     slots: int, window: int, tiles: mosaic.Tiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,5 +105,5 @@ def test_what_is_used_has_been_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(mosaic, "step", lambda *_, tiles: (tiles,) * 3)
     monkeypatch.setattr(proof, "require", lambda _, kernel, *__, rtol: proven.append(kernel.keywords["tiles"]))
-    used = step(*gpu.small_case(), implementation="mosaic")
-    assert used[0] == proven[0] == mosaic.PART  # type: ignore[comparison-overlap]
+    used = step(*triton.small_case(), implementation="gpu")
+    assert used[0] == proven[0] == mosaic.QUARTER  # type: ignore[comparison-overlap]

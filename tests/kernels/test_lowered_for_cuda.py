@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 
 from pallas_kernels.attention import gpu as attention
 from pallas_kernels.gated_delta import Gates, Pending, inputs_gpu
-from pallas_kernels.gated_delta import gpu as gated_delta
+from pallas_kernels.gated_delta import triton as gated_delta
 from pallas_kernels.norm import gpu as norm
 from pallas_kernels.quantized_matmul import gpu as quantized_matmul
 from pallas_kernels.verification import Sampling, draw_gpu, thresholds_gpu

@@ -11,8 +11,8 @@ import pytest
 from pallas_kernels import proof
 from pallas_kernels.attention import gpu as attention
 from pallas_kernels.attention import reference as attention_reference
-from pallas_kernels.gated_delta import gpu as gated_delta
 from pallas_kernels.gated_delta import reference as gated_delta_reference
+from pallas_kernels.gated_delta import triton as gated_delta
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_gpu_kernels_pass_their_cases_interpreted() -> None:
-    for tiles in (gated_delta.HOLD, gated_delta.HALVES, gated_delta.WALK, gated_delta.LONG):
+    for tiles in (gated_delta.HOLD, gated_delta.WALK):
         kernel = partial(gated_delta.interpreted, tiles=tiles)
         proof.require(f"delta {tiles}", kernel, gated_delta_reference.step, gated_delta.small_case, 1e-4)
     plain = attention_reference.paged_attention

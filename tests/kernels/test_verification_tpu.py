@@ -29,8 +29,7 @@ class Rows(NamedTuple):
     positions: jax.Array
 
     def tokens(self) -> jax.Array:
-        noise = engine.gumbel_noise(self.state, self.positions, self.logits.shape[-1])
-        return engine.sample(engine.process_logits(self.logits, self.state, self.positions), noise)
+        return engine.sample(self.logits, self.state, self.positions)
 
     def drafts(self) -> jax.Array:
         """The engine's own tokens, of which row b has b (modulo K + 1) right."""

@@ -10,9 +10,8 @@ with the state, which is all that the window needs of it. Two ways of doing this
 - holding all rows at once, spread over the threads, and adding across these. Short, and so better where heads are few.
 
 Everything is plain float32 arithmetic: products on tensor cores (float32 in three parts of TF32) were slower
-(benchmarks/RESULTS.md). It is lowered by Pallas' Triton route, named explicitly. That route is deprecated since jax
-0.11, and Mosaic GPU is to follow it; this kernel is a page of elementwise products and sums, which Mosaic GPU does not
-lay out by itself.
+(benchmarks/RESULTS.md). `mosaic` does the same faster, and is taken where it can do the job; what is left for this one
+are windows of 9 to 16 tokens, and heads that are not 128 wide.
 """
 
 from __future__ import annotations
@@ -41,19 +40,13 @@ class Tiles(NamedTuple):
     rows: int
 
 
-HOLD, HALVES, WALK, LONG = Tiles(32, 4, 0), Tiles(64, 1, 8), Tiles(128, 1, 4), Tiles(128, 1, 2)
+HOLD, WALK = Tiles(32, 4, 0), Tiles(128, 1, 4)
+MANY = 512  # heads of all slots together, from which on they are walked down
 
 
-def tiles_for(state: Array, window: int) -> Tiles:
-    """What `step` takes by itself for a state [B,N,M,P], by the number of all slots' heads: the fastest on an H200."""
-    heads = state.shape[0] * state.shape[1]
-    if window == 1:  # there is little to compute
-        chosen = WALK if heads >= 1024 else HOLD
-    elif heads >= 512:
-        chosen = WALK if window <= 4 else LONG
-    else:
-        chosen = HALVES if heads >= 256 else HOLD
-    return chosen if not chosen.rows or _alone(chosen, state.shape[3]) else HOLD
+def tiles_for(state: Array) -> Tiles:
+    """What `step` takes by itself for a state [B,N,M,P]."""
+    return WALK if state.shape[0] * state.shape[1] >= MANY and _alone(WALK, state.shape[3]) else HOLD
 
 
 def _alone(tiles: Tiles, value_width: int) -> bool:
@@ -74,7 +67,7 @@ def step(
     """
     _check(state, max(k.shape[1], pending.keys.shape[1]), interpret)
     batch, heads, key_width, value_width = state.shape
-    tiles = tiles or tiles_for(state, k.shape[1])
+    tiles = tiles or tiles_for(state)
     if tiles.rows and not _alone(tiles, value_width):
         raise NotImplementedError(f"{tiles.warps} warps do not walk down {value_width} columns alone")
     repeats, columns = heads // k.shape[2], min(tiles.columns, value_width)
