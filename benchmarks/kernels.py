@@ -5,10 +5,10 @@
 Without a config the shapes are those of Qwen3.5-9B. Times are of all kernels of one call, from a profile: the median
 of 5 calls after 2 that warm up (what fits a second-level cache stays there from call to call). Command buffers must be
 off, since they hide their kernels from the profiler. Where a profile holds no device (a CPU), it is the wall time of 20
-calls in a row, and says little. Each way of doing it is also compared with the float32 reference at precision highest: the
-error is that of the whole result, relative, or the share of tokens that differ. What cannot be done here is left out,
-with the reason. `--only gated_delta.step "B 64,"` keeps the rows that contain all of the words. Prints a table, and a
-last line of JSON.
+calls in a row, and says little. Each way of doing it is also compared with the reference in float32 at highest
+precision: the error is that of the whole result, relative, or the share of tokens that differ. What cannot be done here
+is left out, with the reason. `--only gated_delta.step "B 64,"` keeps the rows that contain all of the words. Prints a
+table, and a last line of JSON.
 """
 
 from __future__ import annotations
