@@ -29,34 +29,45 @@ PROGRAMS, SHARES, MOST = 8192, 32, 256  # that gather, in all; of a row, at leas
 COLUMNS, WARPS = 16, 4  # of a program that settles: gathered logits of each share that it looks at at once
 
 
-class Row(NamedTuple):
-    """What is known of a row. The fields are [rows], or of one row inside a kernel."""
+class Near(NamedTuple):
+    """Of each row: its threshold is not below `low`, and below `high`, or NaN where nothing is known of that."""
 
-    top: Array  # its largest logit
+    top: Array  # the largest logit
     wanted: Array  # what must weigh at least so much
+    low: Array
+    high: Array
+    above: Array  # what weighs so much is not below `high`
 
 
 def summed(rows: Array, top: Array, walk: Walk, *, warps: int, interpret: Any = False) -> Array:
-    """What rows [rows,V] weigh down to each distance below their `top` [rows], and at all: [rows,shares,8]."""
+    """What rows [rows,V] weigh down to each distance below their `top` [rows], and at all: [rows,8]."""
     shares = walk.shares(rows.shape[1])
     call = _Arrays(len(rows), interpret).call
-    return call("threshold_sum", partial(_sum, walk), shares, warps, (rows, top), [(8, jnp.float32)])[0]
+    return call("threshold_sum", partial(_sum, walk), shares, warps, (rows, top), [(8, jnp.float32)])[0].sum(1)
 
 
-def settle(
-    rows: Array, known: Row, mass: Array, *, weighed: bool, room: int = ROOM, interpret: Any = False
-) -> tuple[Array, Array]:
+def between(top: Array, wanted: Array, mass: Array) -> Near:
+    """Decided once for all kernels: each would add up its own sums in its own order. mass: of `summed`."""
+    low, high, above = jnp.full_like(top, -np.inf), jnp.full_like(top, np.nan), jnp.zeros_like(top)
+    for place, here in zip(_places(top), mass.T, strict=False):  # which is never less further down
+        enough = here >= wanted
+        low = jnp.where(enough & (low == -np.inf), place, low)
+        high, above = jnp.where(enough, high, place), jnp.where(enough, above, here)
+    return Near(top, wanted, low, high, above)
+
+
+def settle(rows: Array, near: Near, *, weighed: bool, room: int = ROOM, interpret: Any = False) -> tuple[Array, Array]:
     """The thresholds of `thresholds.threshold` [rows] int32, the bits of a uint32, and where they were found, int32.
 
     Args:
-      rows: [rows,V] float32. mass: of `summed`. weighed: as of a `Walk`. room: logits of a row that can be gathered.
+      rows: [rows,V] float32. weighed: as of a `Walk`. room: logits of a row that can be gathered.
     """
-    shares = min(max(SHARES, pl.next_power_of_2(pl.cdiv(PROGRAMS, len(rows)))), MOST)
+    steps = pl.next_power_of_2(pl.cdiv(rows.shape[1], CHUNK * UNROLL))
+    shares = min(max(SHARES, pl.next_power_of_2(pl.cdiv(PROGRAMS, len(rows)))), MOST, steps)
     call, bits = _Arrays(len(rows), interpret).call, [(1, jnp.int32)]
     outs = [(room // shares + CHUNK, jnp.float32), *bits]
-    near, held = call("threshold_gather", _gather, shares, 1, (rows, *known, mass), outs)
-    search = partial(_search, weighed)
-    found, sure = call("threshold_search", search, 1, WARPS, (*known, mass, near, held), 2 * bits)
+    gathered, counts = call("threshold_gather", _gather, shares, 1, (rows, *near), outs)
+    found, sure = call("threshold_search", partial(_search, weighed), 1, WARPS, (*near, gathered, counts), 2 * bits)
     return found.reshape(-1), sure.reshape(-1)
 
 
@@ -94,80 +105,61 @@ def _places(top: Array) -> list[Array]:
     return [top - np.float32(distance) for distance in DISTANCES]
 
 
-class _Between(NamedTuple):
-    """Where the threshold is: not below `low`; below `high`, or NaN; what is not below `high` weighs `above`."""
-
-    low: Array
-    high: Array
-    above: Array
-
-    def holds(self, x: Array) -> Array:
-        return (x >= self.low) & ~(x >= self.high)
+def _holds(near: Near, x: Array) -> Array:
+    return (x >= near.low) & ~(x >= near.high)
 
 
-def _between(known: Row, mass: Array) -> _Between:
-    """mass: [shares,8] of `summed`."""
-    low, high, above = jnp.float32(-np.inf), jnp.float32(np.nan), jnp.float32(0)
-    number, total = jnp.arange(mass.shape[1], dtype=jnp.int32), jnp.sum(mass, axis=0)
-    reached = [jnp.sum(jnp.where(number == i, total, 0.0)) for i in range(len(DISTANCES))]  # never less further down
-    for place, here in zip(_places(known.top), reached, strict=True):
-        enough = here >= known.wanted
-        low = jnp.where(enough & (low == -np.inf), place, low)
-        high, above = jnp.where(enough, high, place), jnp.where(enough, above, here)
-    return _Between(low, high, above)
-
-
-def _gather(logits: Any, top: Any, wanted: Any, mass: Any, near: Any, held: Any) -> None:
+def _gather(logits: Any, *refs: Any) -> None:
     """The logits of this share between the two places, and how many they are, which may be more than there is room."""
-    between = _between(Row(top[0], wanted[0]), mass[...])
+    near, (gathered, counts) = Near(*(ref[0] for ref in refs[:5])), refs[5:]
     share, shares, size = pl.program_id(1), pl.num_programs(1), logits.shape[0]
     offsets = [i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32) for i in range(UNROLL)]
 
     def step(i: Array, count: Array) -> Array:
         first = (share + i * shares) * (CHUNK * UNROLL)  # steps are dealt out, since neighbours are alike
         read = [plgpu.load(logits.at[first + at], mask=first + at < size, other=np.nan) for at in offsets]
-        write = lambda count: _append(between, read, near, count)
-        any_held = jnp.max(reduce(or_, map(between.holds, read)).astype(jnp.int32)) > 0
+        write = lambda count: _append(near, read, gathered, count)
+        any_held = jnp.max(reduce(or_, (_holds(near, x) for x in read)).astype(jnp.int32)) > 0
         return lax.cond(any_held, write, lambda count: count, count)
 
     mine = pl.cdiv(pl.cdiv(size, CHUNK * UNROLL) - share, shares)
-    held[0] = lax.fori_loop(0, mine, step, jnp.int32(0))
+    counts[0] = lax.fori_loop(0, mine, step, jnp.int32(0))
 
 
-def _append(between: _Between, read: list[Array], near: Any, count: Array) -> Array:
+def _append(near: Near, read: list[Array], gathered: Any, count: Array) -> Array:
     """What does not count gets the places behind what does, and is not written."""
     for x in read:
-        holds = between.holds(x)
+        holds = _holds(near, x)
         before = jnp.cumsum(holds.astype(jnp.int32)) - holds
         number = jnp.sum(holds.astype(jnp.int32))
         place = jnp.where(holds, before, number + jnp.arange(CHUNK, dtype=jnp.int32) - before)
-        plgpu.store(near.at[jnp.minimum(count, near.shape[0] - CHUNK) + place], x, mask=holds)
+        plgpu.store(gathered.at[jnp.minimum(count, gathered.shape[0] - CHUNK) + place], x, mask=holds)
         count += number
     return count
 
 
-def _search(weighed: bool, top: Any, wanted: Any, mass: Any, near: Any, held: Any, bits: Any, sure: Any) -> None:
+def _search(weighed: bool, *refs: Any) -> None:
     """The largest threshold that leaves enough, two bits at a time."""
-    known, counts = Row(top[0], wanted[0]), held[...]
-    between, most = _between(known, mass[...]), jnp.max(counts)
-    fits = most <= near.shape[1] - CHUNK
-    sure[0] = fits.astype(jnp.int32)
-    rounds = jnp.where(fits, pl.cdiv(most, COLUMNS), 0)
+    near, (gathered, counts, bits, sure) = Near(*(ref[0] for ref in refs[:5])), refs[5:]
+    held = counts[...]
+    most, room = jnp.max(held), gathered.shape[1] - CHUNK
+    sure[0] = (most <= room).astype(jnp.int32)
+    rounds = jnp.where(most <= room, pl.cdiv(most, COLUMNS), 0)
 
     def add(least: list[Array], i: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
         at = i * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
-        share = jnp.arange(near.shape[0], dtype=jnp.int32)[:, None]
-        x = plgpu.load(near.at[share, at[None, :]], mask=at[None, :] < counts, other=np.nan)
-        own = weight(weighed, x, known.top)
+        share = jnp.arange(gathered.shape[0], dtype=jnp.int32)[:, None]
+        x = plgpu.load(gathered.at[share, at[None, :]], mask=at[None, :] < held, other=np.nan)
+        own = weight(weighed, x, near.top)
         return tuple(total + jnp.where(x >= f, own, 0.0) for total, f in zip(totals, least, strict=True))
 
     def decide(i: Array, found: Array) -> Array:
         tried = [found + (jnp.int32(digit) << (30 - 2 * i)) for digit in (1, 2, 3)]
-        nothing = (jnp.zeros((near.shape[0], COLUMNS), jnp.float32),) * 3
+        nothing = (jnp.zeros((gathered.shape[0], COLUMNS), jnp.float32),) * 3
         totals = lax.fori_loop(0, rounds, partial(add, list(map(float_of, tried))), nothing)
-        heavy = [between.above + jnp.sum(total) >= known.wanted for total in totals]
+        heavy = [near.above + jnp.sum(total) >= near.wanted for total in totals]
         # Sums are added in another order here; what was enough at the lower place is enough.
-        low = [(bits ^ SIGN) <= order_of(between.low) for bits in tried]
+        low = [(bits ^ SIGN) <= order_of(near.low) for bits in tried]
         enough = [(a | b).astype(jnp.int32) for a, b in zip(heavy, low, strict=True)]
         return found + (sum(enough[1:], enough[0]) << (30 - 2 * i))
 

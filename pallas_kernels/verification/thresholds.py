@@ -30,7 +30,7 @@ def least_min_p(logits: Array, min_p: Array) -> Array:
 def least_top_k(logits: Array, top_k: Array) -> Array:
     """The `top_k` likeliest tokens and those that tie with the last of them."""
     vocab_size = logits.shape[-1]
-    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)
+    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), 0)  # off: nothing to search for
     wanted = jnp.broadcast_to(wanted, logits.shape[:-1]).astype(jnp.float32)
     return jnp.where(top_k > 0, threshold(logits, None, wanted), 0)
 
@@ -53,7 +53,7 @@ def threshold(logits: Array, top: Array | None, wanted: Array, *, implementation
         float32 is a share of what all weigh. None: each token weighs 1, and wanted is how many.
       implementation: see `pallas_kernels.dispatch`. "gpu", the default on GPUs, reads the logits twice, or 13 times
         where many lie near the threshold, and adds in another order: where a token's cumulative mass is within rounding
-        of what is wanted, it may draw the line at a token beside.
+        of what is wanted, it may draw the line at a token beside. What it does with NaN is not defined.
     """
     choice = {"reference": _threshold, "gpu": _threshold_gpu}
     return dispatch.call("verification.threshold", implementation, choice, logits, top, wanted, default="gpu")

@@ -20,10 +20,10 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import dispatch
 from pallas_kernels.verification import nearby_gpu
-from pallas_kernels.verification.nearby_gpu import Row
+from pallas_kernels.verification.nearby_gpu import Near
 from pallas_kernels.verification.sums_gpu import Walk, float_of, sums
 
-BITS = 4  # of a digit: fifteen sums for each logit read
+BITS = 3  # of a digit: seven sums for each logit read
 CHUNK, UNROLL, WARPS = 512, 4, 4  # loads of 16 bytes a thread, four of them before the first is used
 PROGRAMS, SHARES = 1024, 8  # in all and of a row, at least, where there are logits enough for them
 
@@ -52,11 +52,10 @@ def threshold(
     rows, flat = logits.reshape(-1, logits.shape[-1]), lambda x: x.astype(jnp.float32).reshape(-1)
     share = share or pl.cdiv(rows.shape[1], max(SHARES, PROGRAMS // len(rows)))
     walk = Walk(chunk, chunk * unroll, pl.cdiv(share, chunk * unroll), weighed=top is not None)
-    reach = flat(rows.max(-1) if top is None else top)
-    mass = nearby_gpu.summed(rows, reach, walk, warps=warps, interpret=interpret)
-    total = mass[:, :, -1].sum(1) if walk.weighed else 1.0
-    known = Row(reach, flat(wanted) * total)
-    near, sure = nearby_gpu.settle(rows, known, mass, weighed=walk.weighed, room=room, interpret=interpret)
+    largest = flat(rows.max(-1) if top is None else top)
+    mass = nearby_gpu.summed(rows, largest, walk, warps=warps, interpret=interpret)
+    known = nearby_gpu.between(largest, flat(wanted) * (mass[:, -1] if walk.weighed else 1.0), mass)
+    near, sure = nearby_gpu.settle(rows, known, weighed=walk.weighed, room=room, interpret=interpret)
     found = _digits(_Digit(32, bits), walk, rows, known, sure, warps, interpret)
     return lax.bitcast_convert_type(jnp.where(sure > 0, near, found), jnp.uint32).reshape(wanted.shape)
 
@@ -72,12 +71,12 @@ class _Digit(NamedTuple):
         return range(1, 1 << min(self.bits, 32 - self.shift))
 
 
-def _digits(digit: _Digit, walk: Walk, rows: Array, known: Row, sure: Array, warps: int, interpret: Any) -> Array:
+def _digits(digit: _Digit, walk: Walk, rows: Array, known: Near, sure: Array, warps: int, interpret: Any) -> Array:
     """The thresholds' bits [rows] int32, of rows that are not sure yet."""
     past: tuple[Array, ...] = ()
     for shift in range(31 // digit.bits * digit.bits, -1, -digit.bits):
         digit = digit._replace(shift=shift)
-        past = _sweep(digit, walk, (rows, *known, sure), past, warps, interpret)
+        past = _sweep(digit, walk, (rows, known.top, known.wanted, sure), past, warps, interpret)
     last = lambda found, sums, wanted: _decide(digit, found, sums, wanted)
     return jax.vmap(last)(past[0], past[1], known.wanted)
 
@@ -107,17 +106,18 @@ def _sweep(
 def _kernel(digit: _Digit, walk: Walk, logits: Any, top: Any, wanted: Any, sure: Any, *refs: Any) -> None:
     *past, now_found, now_sums = refs
     share = pl.program_id(1)  # which cannot be asked for in a branch that is interpreted
-    pl.when(sure[0] == 0)(lambda: _sum(digit, walk, share, logits, Row(top[0], wanted[0]), past, now_found, now_sums))
+    pl.when(sure[0] == 0)(lambda: _sum(digit, walk, share, logits, top[0], wanted[0], past, now_found, now_sums))
 
 
 def _sum(
-    digit: _Digit, walk: Walk, share: Array, logits: Any, known: Row, past: list[Any], now_found: Any, now_sums: Any
-) -> None:
+    digit: _Digit, walk: Walk, share: Array, logits: Any, top: Array, wanted: Array, past: list[Any], now_found: Any,
+    now_sums: Any,
+) -> None:  # fmt: skip
     before = digit._replace(shift=digit.shift + digit.bits)
-    found = _decide(before, past[0][0], past[1][...], known.wanted) if past else jnp.int32(0)
+    found = _decide(before, past[0][0], past[1][...], wanted) if past else jnp.int32(0)
     now_found[0] = found  # every share of a row writes the same
     least = [float_of(found + np.uint32(value << digit.shift).astype(np.int32)) for value in digit.values]
-    for value, total in zip(digit.values, sums(walk, share, logits, known.top, least), strict=True):
+    for value, total in zip(digit.values, sums(walk, share, logits, top, least), strict=True):
         now_sums[value] = total
 
 

@@ -21,6 +21,7 @@ LOGITS[1, 0, 10:30] = np.round(LOGITS[1, 0, 10:30])  # ties, zeros among them
 LOGITS[0, 2, :60:2] = 0.0  # a third or more of what is kept: the threshold
 LOGITS[0, 2, 1:60:3] = -0.0
 # Two programs a row; of some whole steps, and at the end of a step whose last logits, or chunks, are not there.
+WALK = sums_gpu.Walk(512, 1024, 3, weighed=True)
 SIZES = {"bits": 3, "share": 64, "chunk": 8, "unroll": 2}, {"bits": 4, "share": 64, "chunk": 16, "unroll": 2}
 
 
@@ -48,12 +49,32 @@ def test_a_row_with_too_much_near_its_threshold_is_left_to_the_digits(monkeypatc
     monkeypatch.setattr(nearby_gpu, "PROGRAMS", 32)
     got = thresholds_gpu.interpreted(logits, top, share, share=3000, room=1024)
     assert np.array_equal(got, thresholds.threshold(logits, top, share))
-    walk = sums_gpu.Walk(512, 1024, 3, weighed=True)
-    mass = nearby_gpu.summed(logits[:, 0], top[:, 0], walk, warps=4, interpret=True)
-    known = nearby_gpu.Row(top[:, 0], 0.7 * mass[:, :, -1].sum(1))
-    bits, sure = nearby_gpu.settle(logits[:, 0], known, mass, weighed=True, room=1024, interpret=True)
+    mass = nearby_gpu.summed(logits[:, 0], top[:, 0], WALK, warps=4, interpret=True)
+    near = nearby_gpu.between(top[:, 0], 0.7 * mass[:, -1], mass)
+    bits, sure = nearby_gpu.settle(logits[:, 0], near, weighed=True, room=1024, interpret=True)
     assert sure.tolist() == [1, 0, 0]
     assert bits[0] == jax.lax.bitcast_convert_type(got, jnp.int32)[0, 0]
+
+
+def test_a_mass_at_a_distance_that_is_just_enough() -> None:
+    """Whichever way it is decided, what lies above it is counted once."""
+    logits = jnp.asarray(RNG.normal(size=(2, 1500)) * 3, jnp.float32)
+    top = logits.max(-1)
+    mass = nearby_gpu.summed(logits, top, WALK, warps=4, interpret=True)
+    place = np.asarray(logits >= (top - 4.5)[:, None]).sum(1)
+    for wanted in (mass[:, 3], jnp.nextafter(mass[:, 3], jnp.float32(np.inf))):
+        near = nearby_gpu.between(top, wanted, mass)
+        bits, sure = nearby_gpu.settle(logits, near, weighed=True, interpret=True)
+        least = jax.vmap(sums_gpu.float_of)(bits)
+        kept = np.asarray(logits >= least[:, None]).sum(1)
+        assert sure.all() and (np.abs(kept - place) <= 1).all()
+
+
+def test_a_row_that_asks_for_no_top_k_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[Any] = []
+    monkeypatch.setattr(thresholds, "threshold", lambda x, _, w: wanted.append(w) or jnp.zeros(w.shape, jnp.uint32))
+    thresholds.least_top_k(jnp.asarray(LOGITS), jnp.asarray([[5], [0]]))
+    assert wanted[0].tolist() == [[5] * 3, [0] * 3]
 
 
 def test_a_float_stands_for_ordered_bits() -> None:
