@@ -68,8 +68,13 @@ def whole() -> Iterator[None]:
 
 
 def fallbacks() -> dict[str, str]:
-    """Operation -> why the preferred kernel last gave way to the reference."""
+    """Operation -> why the preferred kernel last gave way to the reference, or to another kernel."""
     return dict(_fallbacks)
+
+
+def gave_way(operation: str, reason: NotImplementedError) -> None:
+    """For `fallbacks`, where one kernel gives way to another."""
+    _fallbacks[operation] = str(reason)
 
 
 def call(
@@ -89,7 +94,7 @@ def call(
     except NotImplementedError as reason:
         if asked and _fallbacks.get(operation) != str(reason):
             _log.warning("%s: the reference is used: %s", operation, reason)
-        _fallbacks[operation] = str(reason)
+        gave_way(operation, reason)
     return implementations[REFERENCE](*args, **options)
 
 

@@ -14,6 +14,7 @@ from pallas_kernels import dispatch, verification
 from pallas_kernels.verification import Asks, Sampling, thresholds
 
 WINDOW, STOP_IDS = 4, 16
+SEARCH_AND_DRAW = "verification.threshold", "verification.draw"
 SAMPLED = "temperature 0.8, top_p 0.95"
 
 
@@ -55,17 +56,23 @@ def coupled(s: Sizes, batch: int, sampled: bool) -> Case:
     def make(key: Array) -> tuple[Any, ...]:
         return *_window(Draw(key), s, batch), _sampling(batch, sampled)
 
-    ways = implementations(_with(verification.verify), "reference", KERNEL)
+    ways = implementations(
+        _with(verification.verify, gpu=SEARCH_AND_DRAW, tpu=("verification.verify",)), "reference", KERNEL
+    )
     shape, size = f"B {batch}, W {WINDOW}, {SAMPLED if sampled else 'greedy'}", 4 * batch * WINDOW * s.vocab
     return Case("verification.verify", shape, make, ways, ways["reference"].run, _argmax, bytes=size)
 
 
-def _with(function: Any) -> Any:
-    """`function`, whose parts have kernels, with those of an implementation."""
+def _with(function: Any, **parts: tuple[str, ...]) -> Any:
+    """`function` with an implementation of its parts. Raises NotImplementedError where one of `parts` gave way."""
 
     def run(*args: Any, implementation: str) -> Any:
         with dispatch.using(implementation):
-            return function(*args)
+            found = function(*args)
+        for part in parts.get(implementation, ()):
+            if part in dispatch.fallbacks():
+                raise NotImplementedError(dispatch.fallbacks()[part])
+        return found
 
     return run
 
@@ -78,7 +85,9 @@ def standard(s: Sizes, batch: int) -> Case:
         d2t, uniform = jnp.arange(s.draft_vocab, dtype=jnp.int32), draw.uniform(batch, WINDOW - 1)
         return logits, drafts % s.draft_vocab, q, d2t, uniform, keys, _sampling(batch, True)
 
-    ways = implementations(_with(verification.verify_standard), "reference", KERNEL)
+    ways = implementations(
+        _with(verification.verify_standard, gpu=SEARCH_AND_DRAW[:1], tpu=("verification.summary",)), "reference", KERNEL
+    )
     shape, size = f"B {batch}, W {WINDOW}, {SAMPLED}", 4 * batch * WINDOW * s.vocab
     exact = ways["reference"].run
     return Case("verification.verify_standard", shape, make, ways, exact, _argmax, bytes=size)

@@ -105,18 +105,19 @@ def _tpu(*args: Any, parents: Array | None) -> tuple[Array, Array, Array]:
 def _gpu(*args: Any, parents: Array | None) -> tuple[Array, Array, Array]:
     try:
         return _mosaic(*args, parents=parents)
-    except NotImplementedError:
+    except NotImplementedError as reason:
+        dispatch.gave_way("gated_delta.step by Mosaic", reason)
         return _triton(*args, parents=parents)
 
 
 def _mosaic(*args: Any, parents: Array | None) -> tuple[Array, Array, Array]:
     _refuse_trees(args[1], parents)
-    from pallas_kernels.gated_delta import mosaic, triton
+    from pallas_kernels.gated_delta import mosaic
 
     mosaic.check(args[0], args[1], args[3])
     tiles = mosaic.tiles_for(args[0])
     kernel = partial(mosaic.step, tiles=tiles)
-    proof.require(f"gated_delta.step by Mosaic, {tiles}", kernel, reference.step, triton.small_case, rtol=1e-4)
+    _prove(f"gated_delta.step by Mosaic, {tiles}", kernel, args[3].shape[1])
     return kernel(*args)
 
 
@@ -127,8 +128,15 @@ def _triton(*args: Any, parents: Array | None) -> tuple[Array, Array, Array]:
 
     tiles = triton.tiles_for(args[0])
     kernel = partial(triton.step, tiles=tiles)
-    proof.require(f"gated_delta.step by Triton, {tiles}", kernel, reference.step, triton.small_case, rtol=1e-4)
+    _prove(f"gated_delta.step by Triton, {tiles}", kernel, args[3].shape[1])
     return kernel(*args)
+
+
+def _prove(name: str, kernel: Callable[..., Any], window: int) -> None:
+    from pallas_kernels.gated_delta import triton
+
+    case = partial(triton.small_case, window)
+    proof.require(f"{name}, window {window}", kernel, reference.step, case, rtol=1e-4)
 
 
 def _refuse_trees(pending: Pending, parents: Array | None) -> None:

@@ -197,14 +197,15 @@ def _row(ref: Any, t: int) -> Array:
     return ref[t, :].astype(jnp.float32)
 
 
-def small_case() -> tuple[Any, ...]:
-    """Arguments of `step`: three rows that accepted 0, 1 and 2 tokens, grouped heads, of the usual widths."""
+def small_case(window: int = 2) -> tuple[Any, ...]:
+    """Arguments of `step`: three rows that accepted none, one and all tokens, grouped heads, of the usual widths."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=(3, *shape)), jnp.float32)
     unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-    decay = lambda: jnp.asarray(-rng.random((3, 2, 4)), jnp.float32)
-    pending = Pending(unit(normal(2, 2, 128)), normal(2, 4, 128), decay(), jnp.arange(3, dtype=jnp.int32))
-    q, k, v = unit(normal(2, 2, 128)), unit(normal(2, 2, 128)), normal(2, 4, 128)
+    decay = lambda: jnp.asarray(-rng.random((3, window, 4)), jnp.float32)
+    keys, values = (window, 2, 128), (window, 4, 128)
+    pending = Pending(unit(normal(*keys)), normal(*values), decay(), jnp.asarray([0, 1, window], jnp.int32))
+    q, k, v = unit(normal(*keys)), unit(normal(*keys)), normal(*values)
     return normal(4, 128, 128), pending, q, k, v, decay(), -decay()
 
 

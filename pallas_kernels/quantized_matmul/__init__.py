@@ -25,7 +25,7 @@ def quantized_matmul(
       parts: equal parts in which the inputs lie on several devices, where the reference multiplies blocks one by one
         only if each part has whole ones.
       implementation: see `pallas_kernels.dispatch`. "gpu", the default on GPUs, reads every byte of the matrix once,
-        as it is, for up to 64 rows of bfloat16.
+        as it is, for up to 32 rows of bfloat16.
 
     Returns:
       [..., out] of the dtype of x. Sums are float32, and rounded once, with their scale.

@@ -26,7 +26,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import dispatch
 
-MAX_ROWS = 64
+MAX_ROWS = 32  # with more, XLA's product of what it widens is as fast (benchmarks/RESULTS.md)
 DEPTH = 64  # inputs that a program takes at a time
 SMALL_BLOCK = 128
 
