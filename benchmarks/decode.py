@@ -6,7 +6,7 @@ In one run: (floor) the model's own matrices applied one after another to as man
 recurrent state and attention cache (and of the experts that so many rows are likely to meet) at the rate that this
 reaches; (step) generation without a drafter; (cycle) with one, at a synthetic acceptance length; the same with
 sampling. Random weights make all tokens about as likely, and top_p would keep most of the vocabulary, as in no language
-model. So logits are spread as `--logits` says, by default so that temperature 0.8 and top_p 0.95 keep about 100 tokens.
+model. So logits are spread as `--logits` says, by default so that temperature 0.8 and top_p 0.95 keep some hundreds.
 Every figure is the median over repeated calls of the engine's own loop. `--mesh` spreads it over devices.
 `--profile` adds where the time goes, for which command buffers must be off
 (XLA_FLAGS=--xla_gpu_enable_command_buffer=): they hide their kernels from the profiler.
