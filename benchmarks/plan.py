@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from eagle3_jax.cli import planner
+from eagle3_jax.meshes import MeshShape
 from eagle3_jax.planning.account import Choice, Job, Mode, slices_for, smallest, times
-from eagle3_jax.planning.chips import CHIPS, GIB
+from eagle3_jax.planning.chips import CHIPS, GIB, Topology
 from eagle3_jax.planning.cli import read_draft, read_target
 from eagle3_jax.planning.collectives import by_kind, moved
 from eagle3_jax.planning.compiling import compile_step
@@ -36,6 +37,7 @@ MODELS = (
 )  # fmt: skip
 JOBS = {"batch 1": ("generate", 1, 8192), "batch 64": ("generate", 64, 8192), "training": ("train", None, 4096)}
 SLICES = ("v5e", "v5p", "v6e")
+MESHES = 3  # of a slice, that the compiler may refuse before the next is tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Row:
 
 
 def rows(configs: Path, known: dict[str, Any]) -> Iterator[Row]:
-    """Every line, chosen by accounting among the slices that the compiler has not refused."""
+    """Every line, chosen by accounting among what the compiler has not refused."""
     for model in MODELS:
         target = read_target(str(configs / f"{model}.json"))
         for what, (kind, batch, context) in JOBS.items():
@@ -69,8 +71,14 @@ def rows(configs: Path, known: dict[str, Any]) -> Iterator[Row]:
             for chip in SLICES:
                 jobs = dict(slices_for(mode, job, CHIPS[chip], fixed=batch is not None))
                 row = partial(Row, model, what, chip, mode)
-                while (choice := smallest(mode, jobs.items())) and _refused(row(jobs[choice.topology], choice), known):
-                    del jobs[choice.topology]
+                refused: dict[Topology, set[MeshShape]] = {}
+                while choice := smallest(mode, jobs.items(), refused):
+                    if not _refused(row(jobs[choice.topology], choice), known):
+                        break
+                    tried = refused.setdefault(choice.topology, set())
+                    tried.add(choice.shape)
+                    if len(tried) == MESHES:
+                        del jobs[choice.topology]
                 yield row(job if choice is None else jobs[choice.topology], choice)
 
 
@@ -148,7 +156,8 @@ The smallest slice of each chip on which a target generates (64 slots or 1, of 8
 head is trained on it (packed sequences of 4,096 tokens, one for each chip; 7 steps), in bfloat16, and on it the fastest
 mesh. Both were picked by accounting. Rows marked *compiled* were then compiled for that slice with libtpu, on a machine
 without a TPU: their memory is the compiler's, of HBM of 15.75 (v5e), 95.73 (v5p) and 31.24 GiB (v6e), and so are the
-bytes on their links, where this jaxlib can print what libtpu made. Slices that the compiler refused are passed over.
+bytes on their links, where this jaxlib can print what libtpu made. Meshes that the compiler refused are passed over, and
+slices of which it refused three.
 
 Times are what the chip's own rates allow at best (computing / memory / links; the longer of the first two and the
 third), not measurements, and know nothing of latency: [docs/scaling.md](../docs/scaling.md). No TPU has run any of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,8 @@ from eagle3_jax.layers.linear import Linear
 from eagle3_jax.layers.mlp import MLP
 from eagle3_jax.quantization import Matrix, Quantized, matrix, ragged_dot
 from eagle3_jax.sharding import Layout, current_layout
+
+AT_ONCE = 8192  # tokens of a device, of which each has a row for each of its experts; fewer leave matrix units idle
 
 
 class Experts(nnx.Module):
@@ -128,9 +131,21 @@ class MoE(nnx.Module):
     def _mix(self, x: Array, matrices: Matrices, first: Array | int = 0, width: str | None = None) -> Array:
         """Of x [B,T,D], what the experts from `first` on, as many as are given, add to each token, in float32.
 
-        width: the mesh axis that cuts D of the matrices, and then of the result.
+        width: the mesh axis that cuts D of the matrices, and then of the result. Many tokens go through in parts, one
+        after another, since their rows and sums take `top_k` times their own memory.
         """
-        flat, here = x.reshape(-1, x.shape[-1]), matrices.gate.shape[0]
+        flat = x.reshape(-1, x.shape[-1])
+        some = partial(self._mix_some, matrices=matrices, first=first, width=width)
+        parts = -(-len(flat) // AT_ONCE)
+        if parts <= 1:
+            return some(flat).reshape(*x.shape[:-1], -1)
+        each = -(-len(flat) // parts)
+        padded = jnp.pad(flat, ((0, parts * each - len(flat)), (0, 0)))
+        mixed = jax.lax.map(some, padded.reshape(parts, each, -1))
+        return mixed.reshape(parts * each, -1)[: len(flat)].reshape(*x.shape[:-1], -1)
+
+    def _mix_some(self, flat: Array, matrices: Matrices, first: Array | int, width: str | None) -> Array:
+        here = matrices.gate.shape[0]
         weights, chosen = self._route(flat, matrices.router)
         expert = chosen.reshape(-1) - first
         expert = jnp.where((expert >= 0) & (expert < here), expert, here)  # those of other devices stand last
@@ -141,7 +156,7 @@ class MoE(nnx.Module):
             flat = jax.lax.dynamic_slice_in_dim(flat, jax.lax.axis_index(width) * own, own, axis=1)
         out = run_experts(flat[token], jnp.bincount(expert, length=here), matrices, width)
         out = jnp.where((expert[order] < here)[:, None], out * weights.reshape(-1)[order][:, None], 0.0)
-        return jnp.zeros(flat.shape, jnp.float32).at[token].add(out).reshape(*x.shape[:-1], -1)
+        return jnp.zeros(flat.shape, jnp.float32).at[token].add(out)
 
     def _route(self, flat: Array, router: Array) -> tuple[Array, Array]:
         """Weights (float32) and expert ids [rows, top_k]; the softmax is over all experts, as in Qwen."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, Protocol
 
 from jax.typing import DTypeLike
@@ -122,18 +122,25 @@ class Choice:
         return self.account.total <= MARGIN * self.topology.chip.memory
 
 
-def best_mesh(mode: Mode, job: Job, topology: Topology) -> Choice | None:
-    """The mesh that is fastest of those that fit; if none does, the one that comes nearest. None: no mesh at all."""
-    choices = [Choice(topology, s, mode.account(job, s)) for s in shapes(mode, job, topology.devices)]
+def best_mesh(mode: Mode, job: Job, topology: Topology, refused: Container[MeshShape] = ()) -> Choice | None:
+    """The mesh that is fastest of those that fit; if none does, the one that comes nearest. None: no mesh at all.
+
+    refused: those that the compiler has found not to fit.
+    """
+    possible = [s for s in shapes(mode, job, topology.devices) if s not in refused]
+    choices = [Choice(topology, s, mode.account(job, s)) for s in possible]
     fitting = [choice for choice in choices if choice.fits]
     if fitting:
         return min(fitting, key=lambda c: (c.seconds, c.shape.fsdp, c.account.total))
     return min(choices, key=lambda c: c.account.total, default=None)
 
 
-def smallest(mode: Mode, jobs: Iterable[tuple[Topology, Job]]) -> Choice | None:
-    """The first of these slices on which its job fits."""
-    choices = (best_mesh(mode, job, topology) for topology, job in jobs)
+def smallest(
+    mode: Mode, jobs: Iterable[tuple[Topology, Job]], refused: Mapping[Topology, Container[MeshShape]] | None = None
+) -> Choice | None:
+    """The first of these slices on which its job fits. refused: as of `best_mesh`."""
+    refused = refused or {}
+    choices = (best_mesh(mode, job, topology, refused.get(topology, ())) for topology, job in jobs)
     return next((choice for choice in choices if choice is not None and choice.fits), None)
 
 

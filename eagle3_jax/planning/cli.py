@@ -141,8 +141,8 @@ def choose_mesh(text: str | None, mode: Mode, job: Job, topology: Topology) -> M
 def suggestion(plan: Plan, mode: Mode, *, fixed: bool) -> str:
     """What to do instead."""
     job, topology = plan.job, plan.topology
-    here = best_mesh(mode, job, topology)
-    if here is not None and here.fits and here.shape != plan.shape:
+    here = best_mesh(mode, job, topology, {plan.shape})
+    if here is not None and here.fits:
         return f"suggestion: by accounting mesh {str(here.shape)!r} fits on this slice"
     larger = [(t, j) for t, j in slices_for(mode, job, topology.chip, fixed=fixed) if t.devices > topology.devices]
     found = smallest(mode, larger)

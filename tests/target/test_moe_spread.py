@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from eagle3_jax.config import TargetConfig
+from eagle3_jax.layers import moe
 from eagle3_jax.layers.moe import MoE
 from eagle3_jax.meshes import MeshShape, parse_mesh
 from eagle3_jax.planning.collectives import collectives, moved
@@ -66,6 +67,18 @@ def test_no_token_is_dropped(name: str) -> None:
         model = nnx.merge(graph, state)
         chosen = np.asarray(model._route(X.reshape(-1, X.shape[-1]), model.gate.kernel[...])[1])
         assert (chosen >= CONFIG.num_experts - 2).all() == (preference == "two experts take all")
+
+
+@pytest.mark.parametrize("name", [None, "dp2 ep4", "fsdp2 ep2 tp2"])
+def test_many_tokens_go_through_in_parts(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """28 by threes, and 14 of a device: the last part is filled up."""
+    want, (graph, state) = whole()(layer(3.0)[1], X), layer(3.0)
+    monkeypatch.setattr(moe, "AT_ONCE", 3)
+    if name is None:
+        got = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, X)
+    else:
+        got = on_mesh.__wrapped__(name)[0](state)
+    assert_close(got, want, 1e-6)
 
 
 @pytest.mark.parametrize("name", BATCH)
