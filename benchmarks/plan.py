@@ -156,8 +156,8 @@ The smallest slice of each chip on which a target generates (64 slots or 1, of 8
 head is trained on it (packed sequences of 4,096 tokens, one for each chip; 7 steps), in bfloat16, and on it the fastest
 mesh. Both were picked by accounting. Rows marked *compiled* were then compiled for that slice with libtpu, on a machine
 without a TPU: their memory is the compiler's, of HBM of 15.75 (v5e), 95.73 (v5p) and 31.24 GiB (v6e), and so are the
-bytes on their links, where this jaxlib can print what libtpu made. Meshes that the compiler refused are passed over, and
-slices of which it refused three.
+bytes on their links, where this jaxlib can print what libtpu made. Meshes that it refused are passed over, and slices
+of which it refused three.
 
 Times are what the chip's own rates allow at best (computing / memory / links; the longer of the first two and the
 third), not measurements, and know nothing of latency: [docs/scaling.md](../docs/scaling.md). No TPU has run any of

@@ -14,7 +14,7 @@ import pytest
 from eagle3_jax.cli import main, planner
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.meshes import MeshShape, parse_mesh
-from eagle3_jax.planning.account import Job, best_mesh, slices_for, smallest, times
+from eagle3_jax.planning.account import Job, best_mesh, shapes, slices_for, smallest, times
 from eagle3_jax.planning.chips import CHIPS, parse_topology
 from eagle3_jax.planning.compiling import compile_step
 from eagle3_jax.planning.report import Plan, lines
@@ -109,6 +109,19 @@ def test_the_choice_fits_and_spreads() -> None:
     assert choice is not None and choice.fits and choice.topology.devices > 1
     before = [t for t, _ in slices_for(mode, asked, CHIPS["v5e"], fixed=True) if t.devices < choice.topology.devices]
     assert before and not any(found.fits for t in before if (found := best_mesh(mode, asked, t)))
+
+
+def test_what_the_compiler_refused_is_not_chosen_again() -> None:
+    mode, asked = planner("generate"), job("generate", batch=512, context=8192)
+    jobs = slices_for(mode, asked, CHIPS["v5e"], fixed=True)
+    first = smallest(mode, jobs)
+    assert first is not None
+    second = smallest(mode, jobs, {first.topology: {first.shape}})
+    assert second is not None and second.topology == first.topology and second.shape != first.shape
+    assert second.seconds >= first.seconds
+    every = {first.topology: set(shapes(mode, asked, first.topology.devices))}
+    third = smallest(mode, jobs, every)
+    assert third is not None and third.topology.devices > first.topology.devices
 
 
 def plan(tmp_path: Path, *arguments: str) -> int:
