@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import use_abstract_mesh
 
-from pallas_kernels import proof
+from pallas_kernels import dispatch, proof
 from pallas_kernels.gated_delta import Pending, mosaic, reference, step, triton
 from tests.helpers import assert_close
 from tests.kernels.test_gated_delta_tpu import arguments
@@ -92,6 +92,8 @@ def test_what_it_cannot_do(interpreted: Any) -> None:
     state, pending, *window = arguments(1, 2, 1, 1, 1)
     with pytest.raises(NotImplementedError, match="for GPUs"):
         step(state, pending, *window, implementation="mosaic")
+    step(state, pending, *window)
+    assert "for GPUs" in dispatch.fallbacks()["gated_delta.step by Mosaic"]
     with pytest.raises(NotImplementedError, match="not float32"):
         interpreted(state.astype(jnp.bfloat16), pending, *window)
     with pytest.raises(NotImplementedError, match="a multiple of 128"):
