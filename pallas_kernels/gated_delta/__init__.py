@@ -112,7 +112,8 @@ def _gpu(*args: Any, parents: Array | None) -> tuple[Array, Array, Array]:
 
 def _mosaic(*args: Any, parents: Array | None) -> tuple[Array, Array, Array]:
     _refuse_trees(args[1], parents)
-    from pallas_kernels.gated_delta import mosaic
+    dispatch.require_gpu()
+    from pallas_kernels.gated_delta import mosaic  # Pallas takes a while to import
 
     mosaic.check(args[0], args[1], args[3])
     tiles = mosaic.tiles_for(args[0])
