@@ -155,14 +155,6 @@ def position_keys(params: SamplingState, positions: Array, purpose: Purpose) -> 
     return verification.position_keys(params.key, positions, int(purpose))
 
 
-def gumbel_noise(params: SamplingState, positions: Array, vocab_size: int, purpose: Purpose = Purpose.TOKEN) -> Array:
-    """[B, W, V] float32 standard Gumbel noise; zeros for greedy rows, and nothing is drawn when all are greedy.
-
-    Element v depends on the request's key, the position and v alone: not on V, the batch, W, or the sharding.
-    """
-    return verification.noise(position_keys(params, positions, purpose), params.at(positions), vocab_size)
-
-
 def uniform_open(params: SamplingState, positions: Array, purpose: Purpose = Purpose.ACCEPT) -> Array:
     """[B, W] float32 in the open interval (0, 1), one number a position: 2**-24 at least, 1 - 2**-24 at most."""
     keys = jax.random.wrap_key_data(position_keys(params, positions, purpose), impl=PRNG)

@@ -14,14 +14,14 @@ from jax import Array
 
 from pallas_kernels import dispatch
 from pallas_kernels.verification import reference
-from pallas_kernels.verification.drawing import draw, likeliest, noise, noise_of, token_noise
+from pallas_kernels.verification.drawing import draw, likeliest, noise, token_noise
 from pallas_kernels.verification.reference import leading, mask_stops, position_keys, process, thresholded
 from pallas_kernels.verification.sampling import Asks, Feature, Sampling
 from pallas_kernels.verification.standard import verify_standard
 from pallas_kernels.verification.thresholds import kept
 
 __all__ = [
-    "Asks", "Feature", "Sampling", "draw", "kept", "leading", "likeliest", "mask_stops", "noise", "noise_of",
+    "Asks", "Feature", "Sampling", "draw", "kept", "leading", "likeliest", "mask_stops", "noise",
     "position_keys", "process", "thresholded", "token_noise", "verify", "verify_standard",
 ]  # fmt: skip
 

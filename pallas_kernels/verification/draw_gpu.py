@@ -20,10 +20,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import dispatch
 from pallas_kernels.verification import threefry
 from pallas_kernels.verification.sampling import Sampling
-from pallas_kernels.verification.sums_gpu import float_of
+from pallas_kernels.verification.sums_gpu import float_of, require_logits
 from pallas_kernels.verification.thresholds import ordered_bits
 
 CHUNK, UNROLL, WARPS = 128, 4, 1  # loads of 16 bytes a thread, four of them before the first is used
@@ -44,11 +43,7 @@ def draw(
 
     Raises NotImplementedError where there is no GPU, for no logits, and for logits that are not float32.
     """
-    dispatch.require_gpu(interpret)
-    if scaled.dtype != jnp.float32:
-        raise NotImplementedError(f"logits must be float32, not {scaled.dtype}")
-    if not scaled.size:
-        raise NotImplementedError("no logits")
+    require_logits(scaled, interpret)
     rows, window = scaled.reshape(-1, scaled.shape[-1]), scaled.shape[1]
     share = share or pl.cdiv(rows.shape[1], max(SHARES, PROGRAMS // len(rows)))
     walk = _Walk(chunk, chunk * unroll, pl.cdiv(share, chunk * unroll))

@@ -16,6 +16,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import dispatch
+
 SIGN, REST = np.int32(-(2**31)), np.int32(2**31 - 1)
 BOTTOM = np.int32(0x7F800000) ^ np.int32(-1)  # the order of -infinity: below it are no numbers
 
@@ -31,6 +33,15 @@ class Walk(NamedTuple):
     def shares(self, vocab_size: int) -> int:
         """Programs of a row, made a power of two."""
         return pl.next_power_of_2(pl.cdiv(vocab_size, self.steps * self.step))
+
+
+def require_logits(logits: Array, interpret: Any) -> None:
+    """Raises NotImplementedError where there is no GPU, for no logits, and for logits that are not float32."""
+    dispatch.require_gpu(interpret)
+    if logits.dtype != jnp.float32:
+        raise NotImplementedError(f"logits must be float32, not {logits.dtype}")
+    if not logits.size:
+        raise NotImplementedError("no logits")
 
 
 def sums(walk: Walk, share: Array, logits: Any, top: Array, least: list[Array]) -> list[Array]:

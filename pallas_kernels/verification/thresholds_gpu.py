@@ -18,10 +18,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import dispatch
 from pallas_kernels.verification import nearby_gpu
 from pallas_kernels.verification.nearby_gpu import Near
-from pallas_kernels.verification.sums_gpu import Walk, float_of, sums
+from pallas_kernels.verification.sums_gpu import Walk, float_of, require_logits, sums
 
 BITS = 3  # of a digit: seven sums for each logit read
 CHUNK, UNROLL, WARPS = 512, 4, 4  # loads of 16 bytes a thread, four of them before the first is used
@@ -44,11 +43,7 @@ def threshold(
 
     Raises NotImplementedError where there is no GPU, for no logits, and for logits that are not float32.
     """
-    dispatch.require_gpu(interpret)
-    if logits.dtype != jnp.float32:
-        raise NotImplementedError(f"logits must be float32, not {logits.dtype}")
-    if not logits.size:
-        raise NotImplementedError("no logits")
+    require_logits(logits, interpret)
     rows, flat = logits.reshape(-1, logits.shape[-1]), lambda x: x.astype(jnp.float32).reshape(-1)
     share = share or pl.cdiv(rows.shape[1], max(SHARES, PROGRAMS // len(rows)))
     walk = Walk(chunk, chunk * unroll, pl.cdiv(share, chunk * unroll), weighed=top is not None)

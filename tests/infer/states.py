@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array
 
 from infer.params import SamplingParams
-from infer.sampling import SamplingState, request_key, request_state
-from pallas_kernels.verification import likeliest
+from infer.sampling import Purpose, SamplingState, position_keys, request_key, request_state
+from pallas_kernels.verification import likeliest, noise
 
 
 def state_of(*rows: SamplingParams, prompt_length: int = 0, stop_ids: tuple[int, ...] = ()) -> SamplingState:
@@ -40,6 +40,14 @@ def take_rows(state: SamplingState, rows: list[int]) -> SamplingState:
     return jax.tree.map(lambda leaf: leaf[np.array(rows)], state)
 
 
-def sample(processed: Array, noise: Array) -> Array:
+def gumbel_noise(params: SamplingState, positions: Array, vocab_size: int, purpose: Purpose = Purpose.TOKEN) -> Array:
+    """[B, W, V] float32 standard Gumbel noise; zeros for greedy rows, and nothing is drawn when all are greedy.
+
+    Element v depends on the request's key, the position and v alone: not on V, the batch, W, or the sharding.
+    """
+    return noise(position_keys(params, positions, purpose), params.at(positions), vocab_size)
+
+
+def sample(processed: Array, drawn: Array) -> Array:
     """What `infer.sampling.sample` does, with all of its noise at hand: [B,W] int32, of two [B,W,V]."""
-    return likeliest(processed + noise)
+    return likeliest(processed + drawn)

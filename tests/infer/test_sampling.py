@@ -17,7 +17,6 @@ from infer.params import SamplingParams
 from infer.sampling import (
     Purpose,
     draft_sample,
-    gumbel_noise,
     idle_state,
     process_logits,
     request_key,
@@ -26,7 +25,7 @@ from infer.sampling import (
     uniform_open,
 )
 from pallas_kernels.verification import threefry, thresholds
-from tests.infer.states import many_keys, sample, state_of, take_rows
+from tests.infer.states import gumbel_noise, many_keys, sample, state_of, take_rows
 
 VOCAB = 37
 RNG = np.random.default_rng(0)

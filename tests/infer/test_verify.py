@@ -13,10 +13,10 @@ import pytest
 from eagle3_jax.errors import UserError
 from infer import verify
 from infer.params import SamplingParams
-from infer.sampling import SamplingState, draft_sample, gumbel_noise, process_logits
+from infer.sampling import SamplingState, draft_sample, process_logits
 from infer.verify import Reason, synthetic_rates, truncate, verify_standard, verify_synthetic
 from pallas_kernels.verification.reference import accepted as verify_coupled
-from tests.infer.states import many_keys, sample, state_of
+from tests.infer.states import gumbel_noise, many_keys, sample, state_of
 
 V, K, COUNT, LENGTH = 20, 2, 20_000, 3
 RNG = np.random.default_rng(1)

@@ -19,7 +19,8 @@ from eagle3_jax.target import Target
 from infer.cycle import Speculation
 from infer.engine import Engine, EngineConfig
 from infer.params import SamplingParams
-from infer.sampling import gumbel_noise, process_logits, request_key, request_state
+from infer.sampling import process_logits, request_key, request_state
+from tests.infer.states import gumbel_noise
 
 VOCAB = 61
 _BASE: dict[str, Any] = {

@@ -14,6 +14,7 @@ from infer import sampling as engine
 from pallas_kernels.verification import Sampling, position_keys, reference, threefry, token_noise, tpu, verify
 from pallas_kernels.verification.reference import accepted as verify_coupled
 from tests.helpers import assert_close
+from tests.infer.states import gumbel_noise
 from tests.kernels.on_tpu import copies, interpreted
 
 STOP = 7
@@ -94,7 +95,7 @@ def test_the_reference_is_the_engine_bit_for_bit(kind: str) -> None:
         reference.process(x.logits, x.sampling), engine.process_logits(x.logits, x.state, x.positions)
     )
     vocab = x.logits.shape[-1]
-    assert np.array_equal(reference.noise(x.keys, x.sampling, vocab), engine.gumbel_noise(x.state, x.positions, vocab))
+    assert np.array_equal(reference.noise(x.keys, x.sampling, vocab), gumbel_noise(x.state, x.positions, vocab))
 
 
 def test_bits_are_those_of_jax() -> None:
@@ -117,7 +118,7 @@ def test_noise_of_the_extreme_words() -> None:
 def test_noise_of_some_tokens() -> None:
     x = rows(2, 3, 50, **KINDS["no filters"])
     ids = jnp.asarray([3, 0, 49])
-    want = engine.gumbel_noise(x.state, x.positions, 50)[:, :, ids]
+    want = gumbel_noise(x.state, x.positions, 50)[:, :, ids]
     assert_close(token_noise(x.keys, ids[None, None]), want, 1e-6)  # the bits are the same; XLA's logarithms may not be
 
 
