@@ -36,7 +36,11 @@ def _blocks(q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
     return branch.branch_attention(q, [k], [v], segment_ids=segment_ids).astype(q.dtype)
 
 
-_CAUSAL = {"reference": _blocks, "cudnn": cudnn.causal_attention}
+def _causal_cudnn(q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
+    return _branch_cudnn(q, [k], [v], segment_ids)
+
+
+_CAUSAL = {"reference": _blocks, "cudnn": _causal_cudnn}
 
 
 def branch_attention(
@@ -53,7 +57,7 @@ def branch_attention(
       q: [B,T,K*R,H]. keys, values: [B,T,K,H] of each step 0 .. i. segment_ids: as of `causal_attention`.
       implementation: "reference" (plain jnp, in blocks of queries computed again for the gradient), "cudnn" (NVIDIA
         GPUs, half precision), or None: cuDNN where it can do the job (benchmarks/RESULTS.md says why). Neither keeps a
-        T x T matrix of scores; of packed rows, cuDNN takes a T x T mask.
+        T x T matrix of scores; of packed rows, cuDNN takes a T x T mask on a mesh.
 
     Returns:
       [B,T,K*R,H] in the dtype of the values; differentiable in q, keys and values.
@@ -68,10 +72,21 @@ def branch_attention(
 
 
 def _branch_cudnn(*args: Any) -> Array:
-    cudnn.check(args[0], args[3])
-    kernel, plain = (branch_cudnn.with_gradients(f) for f in (branch_cudnn.branch_attention, branch.branch_attention))
-    proof.require("branch_attention by cuDNN on this GPU", kernel, plain, branch_cudnn.small_case, 2e-2)
-    return branch_cudnn.branch_attention(*args)
+    cudnn.check(args[0])
+    if args[3] is not None:
+        try:
+            cudnn.check_runs(args[0])
+            _require_cudnn("packed rows by their runs", branch_cudnn.by_runs)
+            return branch_cudnn.by_runs(*args)
+        except NotImplementedError as reason:
+            dispatch.gave_way("packed rows by their runs", reason)
+    _require_cudnn("branch_attention by cuDNN", branch_cudnn.by_mask)
+    return branch_cudnn.by_mask(*args)
+
+
+def _require_cudnn(name: str, attend: Callable[..., Array]) -> None:
+    kernel, plain = (branch_cudnn.with_gradients(f) for f in (attend, branch.branch_attention))
+    proof.require(f"{name} on this GPU", kernel, plain, branch_cudnn.small_case, 2e-2)
 
 
 def write_pages(

@@ -3,9 +3,10 @@
 The softmax over shared keys and branch is merged by log-sum-exp. Written with p_ij = e^{s_ij - L} and L the log-sum-exp
 over both, the gradient of the shared part is what flash attention's backward pass computes from (L, merged output): so
 one custom_vjp surrounds the merge and gives it these. The public function has no use for that: it drops the cotangent
-of its log-sum-exp. Hence jax's own primitives are called here, as they are in jax 0.10 and 0.11.
+of its log-sum-exp. Hence jax's own primitives are called here, as they are in jax 0.10 and 0.11. Without a branch it is
+plain causal attention.
 
-Letters: B batch, T tokens, K key heads, G query heads of each, I branch keys, H width.
+Letters: B batch, T tokens, K key heads, G query heads of each, I branch keys, H width; of runs see `cudnn.Level`.
 """
 
 from __future__ import annotations
@@ -16,55 +17,79 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from pallas_kernels.attention import cudnn
+from pallas_kernels.attention import branch, cudnn
+from pallas_kernels.attention.cudnn import Level, Runs
+
+Segments = Runs | Array | None  # an array is a mask [B,1,T,T] bool beside causality
 
 
-def branch_attention(
-    q: Array, keys: Sequence[Array], values: Sequence[Array], segment_ids: Array | None = None
-) -> Array:
-    """See `pallas_kernels.attention.branch_attention`.
+def by_mask(q: Array, keys: Sequence[Array], values: Sequence[Array], segment_ids: Array | None = None) -> Array:
+    """See `pallas_kernels.attention.branch_attention`; packed rows by a mask of T x T.
 
     Raises:
       NotImplementedError: what cuDNN cannot do, or not without a large mask.
     """
-    cudnn.check(q, segment_ids)
-    if segment_ids is not None and q.shape[1] % 2:
-        raise NotImplementedError(f"packed rows of {q.shape[1]} tokens: cuDNN's gradient takes an even number")
+    cudnn.check(q)
+    if segment_ids is not None:
+        cudnn.check_mask(q)
     return merged(q, keys, values, cudnn.segment_mask(segment_ids))
 
 
-def merged(q: Array, keys: Sequence[Array], values: Sequence[Array], mask: Array | None) -> Array:
-    """[B,T,K*G,H] from q, and keys and values [B,T,K,H] of steps 0 .. i; mask [B,1,T,T] bool beside causality."""
+def by_runs(q: Array, keys: Sequence[Array], values: Sequence[Array], segment_ids: Array) -> Array:
+    """The same of packed rows by their runs; rows of too many go another way.
+
+    Raises:
+      NotImplementedError: what cuDNN cannot do, or not by runs.
+    """
+    cudnn.check(q)
+    cudnn.check_runs(q)
+    runs = Runs.of(segment_ids)
+
+    def whole(q: Array, keys: Sequence[Array], values: Sequence[Array]) -> Array:
+        return merged(q, keys, values, runs)
+
+    def otherwise(q: Array, keys: Sequence[Array], values: Sequence[Array]) -> Array:
+        try:
+            return by_mask(q, keys, values, segment_ids)
+        except NotImplementedError:
+            return branch.branch_attention(q, keys, values, segment_ids=segment_ids).astype(q.dtype)
+
+    return lax.cond(runs.fit, whole, otherwise, q, list(keys), list(values))
+
+
+def merged(q: Array, keys: Sequence[Array], values: Sequence[Array], segments: Segments) -> Array:
+    """[B,T,K*G,H] from q, and keys and values [B,T,K,H] of steps 0 .. i."""
     if len(keys) == 1:
         none = keys[0][:, :, None][:, :, :0]
-        return _merged(q, keys[0], values[0], none, none, mask)
-    return _merged(q, keys[0], values[0], jnp.stack(keys[1:], axis=2), jnp.stack(values[1:], axis=2), mask)
+        return _merged(q, keys[0], values[0], none, none, segments)
+    return _merged(q, keys[0], values[0], jnp.stack(keys[1:], axis=2), jnp.stack(values[1:], axis=2), segments)
 
 
 @jax.custom_vjp
-def _merged(q: Array, k: Array, v: Array, own_k: Array, own_v: Array, mask: Array | None) -> Array:
-    return _merged_forward(q, k, v, own_k, own_v, mask)[0]
+def _merged(q: Array, k: Array, v: Array, own_k: Array, own_v: Array, segments: Segments) -> Array:
+    return _merged_forward(q, k, v, own_k, own_v, segments)[0]
 
 
-def _merged_forward(q: Array, k: Array, v: Array, own_k: Array, own_v: Array, mask: Array | None) -> tuple[Array, Any]:
-    shared, shared_sum = flash_forward(q, k, v, mask)
+def _merged_forward(q: Array, k: Array, v: Array, own_k: Array, own_v: Array, segments: Segments) -> tuple[Array, Any]:
+    shared, shared_sum = flash_forward(q, k, v, segments)
+    alone = jnp.moveaxis(shared_sum, 1, 2).reshape(*q.shape[:2], k.shape[2], -1)  # [B,T,K,G]
+    if not own_k.shape[2]:
+        return shared, (q, k, v, own_k, own_v, segments, shared, alone)
     scores = _branch_scores(q, own_k)
-    total = jnp.moveaxis(shared_sum, 1, 2).reshape(scores.shape[:-1])  # [B,T,K,G]
-    if own_k.shape[2]:
-        total = jnp.logaddexp(total, jax.nn.logsumexp(scores, axis=-1))
+    total = jnp.logaddexp(alone, jax.nn.logsumexp(scores, axis=-1))
     heads = (*total.shape, q.shape[-1])
-    kept = jnp.exp(jnp.moveaxis(shared_sum, 1, 2).reshape(total.shape) - total)[..., None]
+    kept = jnp.exp(alone - total)[..., None]
     own = jnp.einsum("BTKGI,BTIKH->BTKGH", jnp.exp(scores - total[..., None]), own_v.astype(jnp.float32))
     out = (shared.astype(jnp.float32).reshape(heads) * kept + own).reshape(q.shape).astype(q.dtype)
-    return out, (q, k, v, own_k, own_v, mask, out, total)
+    return out, (q, k, v, own_k, own_v, segments, out, total)
 
 
 def _merged_backward(residuals: Any, slope: Array) -> tuple[Array | None, ...]:
-    q, k, v, own_k, own_v, mask, out, total = residuals
+    q, k, v, own_k, own_v, segments, out, total = residuals
     flat = jnp.moveaxis(total.reshape(*total.shape[:2], -1), 2, 1)  # [B,K*G,T]
-    dq, dk, dv = flash_backward(q, k, v, mask, flat, out, slope)
+    dq, dk, dv = flash_backward(q, k, v, segments, flat, out, slope)
     if not own_k.shape[2]:
         return dq, dk, dv, own_k, own_v, None
     grouped = lambda x: x.astype(jnp.float32).reshape(*total.shape, -1)
@@ -87,35 +112,96 @@ def _branch_scores(q: Array, own_k: Array) -> Array:
     return jnp.einsum("BTKGH,BTIKH->BTKGI", grouped, own_k.astype(jnp.float32)) * q.shape[-1] ** -0.5
 
 
-def flash_forward(q: Array, k: Array, v: Array, mask: Array | None) -> tuple[Array, Array]:
+def flash_forward(q: Array, k: Array, v: Array, segments: Segments) -> tuple[Array, Array]:
     """Causal attention [B,T,K*G,H], and the float32 log-sum-exp of its scores [B,K*G,T]."""
-    module, options, operands = _cudnn(q, k, v, mask)
+    if not isinstance(segments, Runs):
+        return cudnn_forward(q, k, v, segments)
+    found = jnp.zeros_like(q), jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+    for level in segments.levels:
+
+        def attend(found: tuple[Array, Array], level: Level = level) -> tuple[Array, Array]:
+            out, log_sum = cudnn_forward(q, k, v, level)
+            log_sums = jnp.where(level.own[:, None], level.by_token(log_sum), found[1])
+            return jnp.where(level.own[..., None, None], out, found[0]), log_sums
+
+        found = lax.cond(jnp.any(level.own), attend, lambda found: found, found)
+    return found
+
+
+def flash_backward(
+    q: Array, k: Array, v: Array, segments: Segments, log_sum: Array, out: Array, slope: Array
+) -> tuple[Array, Array, Array]:
+    """Gradients of q, k and v, for the `log_sum` and `out` of a softmax over these and perhaps other keys."""
+    slope, log_sum = slope.astype(out.dtype), log_sum.astype(jnp.float32)
+    if not isinstance(segments, Runs):
+        return cudnn_backward(q, k, v, segments, log_sum, out, slope)
+    found = jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
+    for level in segments.levels:
+
+        def attend(found: tuple[Array, ...], level: Level = level) -> tuple[Array, ...]:
+            slopes = cudnn_backward(q, k, v, level, level.by_run(log_sum), out, slope)
+            return tuple(jnp.where(level.own[..., None, None], x, y) for x, y in zip(slopes, found, strict=True))
+
+        found = lax.cond(jnp.any(level.own), attend, lambda found: found, found)
+    return found
+
+
+def cudnn_forward(q: Array, k: Array, v: Array, segments: Level | Array | None) -> tuple[Array, Array]:
+    """As `flash_forward`. Of a level only its own tokens are written; the log-sum-exp is [B*M,K*G,S], run by run."""
+    module, options, operands = _cudnn(q, k, v, segments)
+    if isinstance(segments, Level):
+        out, log_sum = module._dot_product_attention_fwd_p.bind(*operands, is_training=True, **options)
+        return out.reshape(q.shape), log_sum
     out, log_sum = module._dot_product_attention_fwd_p_wrapper.bind(*operands, is_training=True, **options)
     return out, log_sum
 
 
-def flash_backward(
-    q: Array, k: Array, v: Array, mask: Array | None, log_sum: Array, out: Array, slope: Array
+def cudnn_backward(
+    q: Array, k: Array, v: Array, segments: Level | Array | None, log_sum: Array, out: Array, slope: Array
 ) -> tuple[Array, Array, Array]:
-    """Gradients of q, k and v, for the `log_sum` and `out` of a softmax over these and perhaps other keys."""
-    module, options, operands = _cudnn(q, k, v, mask)
+    """As `flash_backward`, with the log-sum-exp as `cudnn_forward` gives it."""
+    module, options, operands = _cudnn(q, k, v, segments)
+    if isinstance(segments, Level):
+        out, slope = (x.reshape(operands[0].shape) for x in (out, slope))
+        dq, dk, dv, *_ = module._dot_product_attention_bwd_p.bind(*operands, log_sum, out, slope, **options)
+        return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
     bind = module._dot_product_attention_bwd_p_wrapper.bind
-    dq, dk, dv, *_ = bind(*operands, log_sum.astype(jnp.float32), out, slope.astype(out.dtype), **options)
+    dq, dk, dv, *_ = bind(*operands, log_sum, out, slope, **options)
     return dq, dk, dv
 
 
-def _cudnn(q: Array, k: Array, v: Array, mask: Array | None) -> tuple[Any, dict[str, Any], tuple[Array, ...]]:
+def _cudnn(
+    q: Array, k: Array, v: Array, segments: Level | Array | None
+) -> tuple[Any, dict[str, Any], tuple[Array, ...]]:
     """jax's module, and the arguments that both passes share."""
     from jax._src.cudnn import fused_attention_stablehlo as module
 
-    nothing = jnp.zeros(0, q.dtype)
-    bias = nothing if mask is None else jnp.where(mask, 0.0, jnp.finfo(q.dtype).min / 2).astype(q.dtype)
+    scale, nothing = q.shape[-1] ** -0.5, jnp.zeros(0, q.dtype)
+    bias, where, kind = nothing, [nothing] * 4, module.MaskType.CAUSAL
+    if isinstance(segments, Level):
+        kind = module.MaskType.PADDING_CAUSAL
+        lengths = segments.lengths.reshape(segments.cut * q.shape[0], -1)
+        where = [lengths, lengths, _offsets(segments, q), _offsets(segments, k)]
+        q, k, v = (x.reshape(lengths.shape[0], -1, *x.shape[2:]) for x in (q, k, v))  # S tokens at a time
+    elif segments is not None:
+        bias = jnp.where(segments, 0.0, jnp.finfo(q.dtype).min / 2).astype(q.dtype)
     options = {
-        "scale": q.shape[-1] ** -0.5, "seed": 42, "dropout_rate": 0.0, "variadic_args": (mask is not None, False),
-        "mask_type": module.MaskType.CAUSAL, "layout": module.AttentionLayout.BTNH.value,
-        "sliding_window_length": None,
+        "scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (bias.size > 0, False), "mask_type": kind,
+        "layout": module.AttentionLayout.BTNH.value, "sliding_window_length": None,
     }  # fmt: skip
-    return module, options, (q, k, v, bias, *[nothing] * 6)
+    return module, options, (q, k, v, bias, *where, nothing, nothing)
+
+
+def _offsets(level: Level, x: Array) -> Array:
+    """Where the runs begin in x [B,T,heads,H], in elements, as jax's primitives hand them on to cuDNN.
+
+    [B*cut,M/cut+1] int32: one after another, B*M of them, and then as many times the end as fill it up. (The function
+    around the primitives would number them by itself, up to jax 0.10 wrongly for keys of fewer heads than queries.)
+    """
+    batch, tokens, heads, width = x.shape
+    starts = (level.starts + tokens * jnp.arange(batch, dtype=jnp.int32)[:, None]).reshape(-1)
+    starts = jnp.pad(starts, (0, batch * level.cut), constant_values=batch * tokens)
+    return (starts * (heads * width)).reshape(batch * level.cut, -1)
 
 
 def with_gradients(attend: Callable[..., Array]) -> Callable[..., Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import Array
 
-from pallas_kernels import proof
+from pallas_kernels import dispatch, proof
 from pallas_kernels.attention import branch, branch_attention, branch_cudnn, cudnn
 from tests.helpers import assert_close
 from tests.kernels.test_branch_attention import dense
@@ -42,35 +44,162 @@ def plain_backward(q: Array, k: Array, v: Array, mask: Any, log_sum: Array, out:
     return jnp.einsum("BNTS,BSNH->BTNH", ds, wide_k), narrow(dk), narrow(dv)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+def runs_of(level: cudnn.Level) -> list[tuple[int, int, int, int]]:
+    """(row, slot, start, end) of those that are."""
+    starts, lengths = np.asarray(level.starts), np.asarray(level.lengths)
+    return [(b, m, starts[b, m], starts[b, m] + lengths[b, m]) for b, m in zip(*np.nonzero(lengths), strict=True)]
+
+
+def level_mask(level: cudnn.Level) -> Array:
+    number = np.zeros(level.own.shape, np.int32)
+    for b, m, start, end in runs_of(level):
+        number[b, start:end] = m + 1
+    return jnp.asarray(number[:, :, None] == number[:, None, :])[:, None]
+
+
+def only(level: cudnn.Level, x: Array) -> Array:
+    return jnp.where(level.own[..., None, None], x, jnp.nan)
+
+
+def cudnn_forward(q: Array, k: Array, v: Array, segments: Any) -> tuple[Array, Array]:
+    """As cuDNN does it: what is of no run of the level is left as it was."""
+    if not isinstance(segments, cudnn.Level):
+        return plain_forward(q, k, v, segments)
+    out, log_sum = plain_forward(q, k, v, level_mask(segments))
+    found = np.full((*segments.starts.shape, q.shape[2], q.shape[1] // segments.cut), np.nan, np.float32)
+    for b, m, start, end in runs_of(segments):
+        found[b, m, :, : end - start] = log_sum[b, :, start:end]
+    return only(segments, out), jnp.asarray(found).reshape(-1, *found.shape[2:])
+
+
+def cudnn_backward(q: Array, k: Array, v: Array, segments: Any, log_sum: Array, out: Array, slope: Array) -> Any:
+    if not isinstance(segments, cudnn.Level):
+        return plain_backward(q, k, v, segments, log_sum, out, slope)
+    given = np.asarray(log_sum).reshape(*segments.starts.shape, *log_sum.shape[1:])
+    assert np.isfinite(given).all()
+    together = np.zeros((q.shape[0], q.shape[2], q.shape[1]), np.float32)
+    for b, m, start, end in runs_of(segments):
+        together[b, :, start:end] = given[b, m, :, : end - start]
+    found = plain_backward(q, k, v, level_mask(segments), jnp.asarray(together), out, slope)
+    return tuple(only(segments, x) for x in found)
+
+
+@pytest.fixture
+def without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in for cuDNN looks at numbers, so that nothing of it may be traced."""
+    monkeypatch.setattr(cudnn, "check", lambda *_: None)
+    monkeypatch.setattr(cudnn, "_SHORTEST", 2)
+    monkeypatch.setattr(branch_cudnn.lax, "cond", lambda which, yes, no, *args: yes(*args) if which else no(*args))
+    monkeypatch.setattr(branch_cudnn, "cudnn_forward", cudnn_forward)
+    monkeypatch.setattr(branch_cudnn, "cudnn_backward", cudnn_backward)
+
+
+PACKED = [
+    [1] * 13 + [2] * 5 + [3] * 9 + [4] + [5] + [6] * 2 + [0],
+    [1] * 32,
+    [1] * 8 + [2] * 8 + [3] * 8 + [4] * 7 + [5],
+]
+
+
+@pytest.mark.parametrize("packed", [None, "mask", "runs"])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_merge_equals_the_reference(steps: int, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(branch_cudnn, "flash_forward", plain_forward)
-    monkeypatch.setattr(branch_cudnn, "flash_backward", plain_backward)
-    shapes = [(2, 10, 4, 8)] + [(2, 10, 2, 8)] * (2 * steps)
+def test_merge_equals_the_reference(steps: int, packed: str | None, without_cudnn: None) -> None:
+    shapes = [(3, 32, 4, 8)] + [(3, 32, 2, 8)] * (2 * steps)
     q, *rest = (2 * jax.random.normal(jax.random.key(i), s) for i, s in enumerate(shapes))
     keys, values, slope = rest[:steps], rest[steps:], jax.random.normal(jax.random.key(99), q.shape)
-    ids = jnp.repeat(jnp.asarray([[1, 2], [1, 1]], jnp.int32), 5, axis=1) if packed else None
-    mask = None if ids is None else (ids[:, :, None] == ids[:, None, :])[:, None]
+    ids = jnp.asarray(PACKED, jnp.int32) if packed else None
+    way = branch_cudnn.by_runs if packed == "runs" else branch_cudnn.by_mask
 
     def wanted(q: Array, keys: list[Array], values: list[Array]) -> Array:
         if ids is None:
             return dense(q, keys, values)
         return branch_attention(q, keys, values, segment_ids=ids, implementation="reference")
 
-    ours = lambda q, k, v: branch_cudnn.merged(q, k, v, mask)
+    ours: Any = lambda q, k, v: way(q, k, v, ids)  # type: ignore[arg-type]
     (got, pull), (want, pull_wanted) = (jax.vjp(f, q, keys, values) for f in (ours, wanted))
     assert_close(got, want)
     for a, b in zip(jax.tree.leaves(pull(slope)), jax.tree.leaves(pull_wanted(slope)), strict=True):
         assert_close(a, b)
 
 
-def test_the_case_by_which_it_is_proven_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn, "check", lambda *_: None)
-    monkeypatch.setattr(branch_cudnn, "flash_forward", plain_forward)
-    monkeypatch.setattr(branch_cudnn, "flash_backward", plain_backward)
-    kernel, plain = (branch_cudnn.with_gradients(f) for f in (branch_cudnn.branch_attention, branch.branch_attention))
+def test_runs_are_what_segments_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "_SHORTEST", 2)
+    runs = cudnn.Runs.of(jnp.asarray(PACKED, jnp.int32))
+    whole, quarter, least = ([(b, int(s), int(e)) for b, _, s, e in runs_of(level)] for level in runs.levels)
+    assert bool(runs.fit) and [level.cut for level in runs.levels] == [1, 4, 16]
+    assert whole == [(0, 0, 13), (0, 18, 27), (1, 0, 32)]
+    assert quarter == [(0, 13, 18), (2, 0, 8), (2, 8, 16), (2, 16, 24), (2, 24, 31)]
+    assert least == [(0, 27, 28), (0, 28, 29), (0, 29, 31), (0, 31, 32), (2, 31, 32)]
+    assert (np.sum([level.own for level in runs.levels], axis=0) == 1).all()
+    log_sum = jax.random.normal(jax.random.key(0), (3, 2, 32))
+    for level in runs.levels:
+        again = level.by_token(level.by_run(log_sum))
+        assert_close(jnp.where(level.own[:, None], again, 0), jnp.where(level.own[:, None], log_sum, 0), 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 128, 4096, 32768])
+def test_no_level_but_the_last_is_ever_full(tokens: int) -> None:
+    ids = np.concatenate([np.repeat(np.arange(n), tokens // n + 1)[None, :tokens] for n in (1, 3, 4, 5, 16, 17, 64)])
+    ids = np.concatenate([ids, np.sort(np.random.default_rng(0).integers(0, 20, (5, tokens)), axis=1)])
+    *levels, last = cudnn.Runs.of(jnp.asarray(ids, jnp.int32)).levels
+    for level in levels:
+        assert int(jnp.max(jnp.sum(level.lengths > 0, axis=1))) < 4 * level.cut == level.starts.shape[1]
+        assert int(jnp.max(level.lengths)) <= tokens // level.cut
+    assert tokens % last.cut == 0 and (tokens < 4096 or last.cut == 64)
+
+
+@pytest.mark.parametrize(("short", "way"), [(7, "Runs"), (16, "Runs"), (17, "mask"), (17, "blocks")])
+def test_rows_of_too_many_segments_go_another_way(
+    short: int, way: str, without_cudnn: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cudnn, "_SHORTEST", 16)
+    monkeypatch.setattr(cudnn, "_LONGEST_MASKED", 32 if way == "blocks" else 64)
+    took, merged = [], branch_cudnn.merged
+
+    def noted(*args: Any) -> Array:
+        took.append("Runs" if isinstance(args[3], cudnn.Runs) else "mask")
+        return merged(*args)
+
+    monkeypatch.setattr(branch_cudnn, "merged", noted)
+    q = jax.random.normal(jax.random.key(0), (1, 64, 2, 8))
+    ids = jnp.minimum(jnp.arange(64)[None] // 2, short).astype(jnp.int32)  # short ones of two tokens, and a long one
+    got = branch_cudnn.by_runs(q, [q], [q], ids)
+    assert_close(got, branch_attention(q, [q], [q], segment_ids=ids, implementation="reference"))
+    assert took == ([] if way == "blocks" else [way])
+
+
+def test_what_cudnn_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "_SHORTEST", 8)
+    q, k = jnp.zeros((3, 32, 4, 8)), jnp.zeros((3, 32, 2, 8))
+    whole, quarter = cudnn.Runs.of(jnp.asarray(PACKED, jnp.int32)).levels
+    for level, number in ((whole, 4), (quarter, 16)):
+        _, options, (rows, *_, lengths, _, offsets, key_offsets, _, _) = branch_cudnn._cudnn(q, k, k, level)
+        assert options["mask_type"].name == "PADDING_CAUSAL" and rows.shape == (3 * level.cut, 32 // level.cut, 4, 8)
+        assert lengths.shape == (3 * level.cut, number // level.cut) and lengths.sum() == level.own.sum()
+        assert offsets.shape == (3 * level.cut, number // level.cut + 1)
+        flat, places = np.asarray(offsets).reshape(-1), np.asarray(lengths).reshape(-1)
+        told = [(int(start) // (4 * 8), int(n)) for start, n in zip(flat, places, strict=False) if n]
+        assert told == [(32 * b + start, end - start) for b, _, start, end in runs_of(level)]
+        assert (np.asarray(key_offsets) * 2 == np.asarray(offsets)).all()
+
+
+@pytest.mark.parametrize("way", [branch_cudnn.by_mask, branch_cudnn.by_runs])
+def test_the_case_by_which_it_is_proven_tells_right_from_wrong(
+    way: Callable[..., Array], without_cudnn: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "jit", lambda f: f)
+    kernel, plain = (branch_cudnn.with_gradients(f) for f in (way, branch.branch_attention))
     assert proof._verdict(kernel, plain, branch_cudnn.small_case, 2e-2) is None
-    monkeypatch.setattr(branch_cudnn, "flash_backward", lambda *args: plain_backward(*args[:-1], 1.1 * args[-1]))
-    kernel = branch_cudnn.with_gradients(lambda *a, **k: branch_cudnn.branch_attention(*a, **k))
+    right = branch_cudnn.cudnn_backward
+    wrong = lambda *args: right(*args[:-1], 1.1 * args[-1])
+    monkeypatch.setattr(branch_cudnn, "cudnn_backward", wrong)
     assert "differs from the reference" in str(proof._verdict(kernel, plain, branch_cudnn.small_case, 2e-2))
+
+
+def test_where_runs_cannot_be_told() -> None:
+    with dispatch.spread(), pytest.raises(NotImplementedError, match="not for a mesh"):
+        cudnn.check_runs(jnp.zeros((1, 8, 4, 8), jnp.bfloat16))
+    with pytest.raises(NotImplementedError, match="int32"):
+        cudnn.check_runs(jax.ShapeDtypeStruct((64, 32768, 32, 128), jnp.bfloat16))  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match="too large"):
+        cudnn.check_mask(jax.ShapeDtypeStruct((1, 32768, 32, 128), jnp.bfloat16))  # type: ignore[arg-type]
