@@ -25,7 +25,7 @@ from tests.infer.tiny import Answer
 # Eight query heads for eight devices, two key/value heads that cannot be spread so far.
 SIZES: dict[str, Any] = {"num_heads": 8, "head_dim": 8, "vocab_size": 64, "intermediate_size": 64}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 16}
-DENSE = ["tp8", "tp2", "fsdp8", "dp2 tp4"]
+DENSE = ["tp8", "fsdp8", "dp2 tp4"]
 MIXTURE = ["tp8", "dp2 ep2 tp2"]
 CASES = [("qwen3_5", name) for name in DENSE] + [("qwen3_5_moe", name) for name in MIXTURE]
 
