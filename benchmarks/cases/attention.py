@@ -13,9 +13,10 @@ from jax import Array
 
 from benchmarks.cases.case import KERNEL, OURS, Case, Draw, Grid, Sizes, Way, implementations
 from pallas_kernels import attention
-from pallas_kernels.attention import cudnn
+from pallas_kernels.attention import branch_cudnn, cudnn
 
 PAGE, SEGMENTS = 64, 4
+MASKED = "cudnn, by a mask"  # and not by where the segments lie
 HAS_TOKAMAX = importlib.util.find_spec("tokamax") is not None
 
 
@@ -26,6 +27,7 @@ def cases(s: Sizes, g: Grid) -> Iterator[Case]:
     for packed in (False, True):
         yield from (causal(s, g.rows, g.length, packed, slopes) for slopes in (False, True))
     yield from (branches(s, g.rows, g.length, steps) for steps in g.steps)
+    yield branches(s, 1, 8 * g.length, g.steps[1])
 
 
 def paged(s: Sizes, batch: int, window: int, context: int) -> Case:
@@ -79,7 +81,11 @@ def causal(s: Sizes, batch: int, length: int, packed: bool, slopes: bool) -> Cas
         attend = partial(_tokamax, segment_ids=ids) if implementation == "tokamax" else ours
         return _pulled(attend, slope, qkv, slopes)
 
+    def masked(ids: Array, slope: Array, qkv: Any) -> Any:
+        return _pulled(lambda q, k, v: branch_cudnn.by_mask(q, [k], [v], ids), slope, qkv, slopes)
+
     ways = implementations(run, "reference", "cudnn", *(["tokamax"] if HAS_TOKAMAX else []))
+    ways |= {MASKED: Way(masked)} if packed else {}
     work = _flops(batch, length, s.heads * s.width, packed, slopes)
     operation = "causal_attention" + (", forward and backward" if slopes else "")
     return Case(operation, _row_shape(batch, length, packed), make, ways, ways["reference"].run, flops=work)
@@ -104,7 +110,10 @@ def branches(s: Sizes, batch: int, length: int, steps: int) -> Case:
         attend = partial(attention.branch_attention, segment_ids=ids, implementation=implementation)
         return _pulled(attend, slope, qkv, True)
 
-    ways = implementations(run, "reference", "cudnn")
+    def masked(ids: Array, slope: Array, qkv: Any) -> Any:
+        return _pulled(partial(branch_cudnn.by_mask, segment_ids=ids), slope, qkv, True)
+
+    ways = implementations(run, "reference", "cudnn") | {MASKED: Way(masked)}
     work, shape = _flops(batch, length, heads * 128, True, True), _row_shape(batch, length, True)
     operation = "branch_attention, forward and backward"
     return Case(operation, f"{shape}, keys of {steps}", make, ways, ways["reference"].run, flops=work)

@@ -27,13 +27,13 @@ def draw(
       scaled: [B,W,V] float32. least: [B,W] uint32, logits whose `ordered_bits` are less are not drawn; both of
         `reference.thresholded`. keys: [B,W,2] of `position_keys`. sampling: greedy rows get no noise.
       token_ids: [V] int32, the token that each column stands for; None: the columns are the vocabulary.
-      implementation: see `pallas_kernels.dispatch`. "gpu", the default on GPUs, reads the logits once, and makes
-        noise only around those that are kept.
+      implementation: see `pallas_kernels.dispatch`. "gpu" reads the logits once, and makes noise only around those that
+        are kept; the default on GPUs, unless all rows are known to be greedy, where XLA's argmax is faster.
     """
     choice = {"reference": _draw, "gpu": _draw_gpu}
-    return dispatch.call(
-        "verification.draw", implementation, choice, scaled, least, keys, sampling, token_ids, default="gpu"
-    )
+    default = "gpu" if sampling.asks is None or "temperature" in sampling.asks else dispatch.REFERENCE
+    arguments = (scaled, least, keys, sampling, token_ids)
+    return dispatch.call("verification.draw", implementation, choice, *arguments, default=default)
 
 
 def _draw(scaled: Array, least: Array, keys: Array, sampling: Sampling, token_ids: Array | None) -> Array:

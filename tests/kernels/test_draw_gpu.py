@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -92,3 +93,15 @@ def test_elsewhere_the_reference_is_used() -> None:
         draw_gpu.interpreted(scaled.astype(jnp.bfloat16), least, keys, how)
     with pytest.raises(NotImplementedError, match="no logits"):
         draw_gpu.interpreted(scaled[:0], least[:0], keys[:0], sampling())
+
+
+@pytest.mark.parametrize(
+    ("asks", "kernel"), [(None, True), ({"temperature"}, True), (set(), False), ({"min_p"}, False)]
+)
+def test_the_kernel_is_left_out_where_all_are_known_to_be_greedy(
+    asks: set[Any] | None, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawing, "_draw_gpu", lambda scaled, *_: jnp.full(scaled.shape[:2], -7))
+    scaled, least, keys, how = rows()
+    how = dataclasses.replace(how, asks=None if asks is None else frozenset(asks))
+    assert bool((drawing.draw(scaled, least, keys, how) == -7).all()) == kernel
