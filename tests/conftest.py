@@ -35,5 +35,5 @@ jax.config.update("jax_default_matmul_precision", "highest")
 # Most of a run is compilation; a second run on the same machine takes it from here.
 # JAX_ENABLE_COMPILATION_CACHE=false turns it off.
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
