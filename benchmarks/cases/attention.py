@@ -46,7 +46,7 @@ def paged(s: Sizes, batch: int, window: int, context: int) -> Case:
         return q, k, v, at
 
     def library(q: Array, k: Array, v: Array, at: Array) -> Array:
-        cudnn.check(q)
+        cudnn.check(q, k)
         seen = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, None] <= at[:, None, :, None]
         options: dict[str, Any] = {"mask": seen if window > 1 else None, "key_value_seq_lengths": at[:, -1] + 1}
         return jax.nn.dot_product_attention(q, k, v, **options, implementation="cudnn")

@@ -72,10 +72,12 @@ def branch_attention(
 
 
 def _branch_cudnn(*args: Any) -> Array:
-    cudnn.check(args[0])
-    if args[3] is not None:
+    q, (k, *_), _, segment_ids = args
+    cudnn.check(q, k)
+    if segment_ids is not None:
         try:
-            cudnn.check_runs(args[0])
+            cudnn.check(q, k, packed=True)
+            cudnn.check_runs(q)
             _require_cudnn("packed rows by their runs", branch_cudnn.by_runs)
             return branch_cudnn.by_runs(*args)
         except NotImplementedError as reason:

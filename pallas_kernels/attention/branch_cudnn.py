@@ -12,6 +12,7 @@ Letters: B batch, T tokens, K key heads, G query heads of each, I branch keys, H
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,10 +32,10 @@ def by_mask(q: Array, keys: Sequence[Array], values: Sequence[Array], segment_id
     Raises:
       NotImplementedError: what cuDNN cannot do, or not without a large mask.
     """
-    cudnn.check(q)
+    cudnn.check(q, keys[0])
     if segment_ids is not None:
         cudnn.check_mask(q)
-    return merged(q, keys, values, cudnn.segment_mask(segment_ids))
+    return _attend(False, *_apart(q, keys, values), segment_ids)
 
 
 def by_runs(q: Array, keys: Sequence[Array], values: Sequence[Array], segment_ids: Array) -> Array:
@@ -43,55 +44,79 @@ def by_runs(q: Array, keys: Sequence[Array], values: Sequence[Array], segment_id
     Raises:
       NotImplementedError: what cuDNN cannot do, or not by runs.
     """
-    cudnn.check(q)
+    cudnn.check(q, keys[0], packed=True)
     cudnn.check_runs(q)
-    runs = Runs.of(segment_ids)
+    return _attend(True, *_apart(q, keys, values), segment_ids)
 
-    def whole(q: Array, keys: Sequence[Array], values: Sequence[Array]) -> Array:
-        return merged(q, keys, values, runs)
 
-    def otherwise(q: Array, keys: Sequence[Array], values: Sequence[Array]) -> Array:
+def _apart(q: Array, keys: Sequence[Array], values: Sequence[Array]) -> tuple[Array, ...]:
+    """q, the shared keys and values [B,T,K,H], and those of the branch [B,T,I,K,H]."""
+    stacked = lambda steps: jnp.stack(steps[1:], axis=2) if len(steps) > 1 else steps[0][:, :, None][:, :, :0]
+    return q, keys[0], values[0], stacked(keys), stacked(values)
+
+
+# Runs or mask is chosen inside of the rules: around them, the gradient would keep what either of the two would need.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(runs: bool, q: Array, k: Array, v: Array, own_k: Array, own_v: Array, segment_ids: Array | None) -> Array:
+    return _attend_forward(runs, q, k, v, own_k, own_v, segment_ids)[0]
+
+
+def _attend_forward(runs: bool, *args: Any) -> tuple[Array, Any]:
+    *arrays, segment_ids = args
+    out, total = _choose(runs, segment_ids, merged, _in_blocks, *arrays)
+    return out, (*args, out, total)
+
+
+def _attend_backward(runs: bool, residuals: Any, slope: Array) -> tuple[Array | None, ...]:
+    *arrays, segment_ids, out, total = residuals
+    slopes = _choose(runs, segment_ids, merged_slopes, _slopes_in_blocks, *arrays, out, total, slope)
+    return (*slopes, None)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _choose(
+    runs: bool, segment_ids: Array | None, by_cudnn: Callable[..., Any], in_blocks: Callable[..., Any], *arrays: Array
+) -> Any:
+    """`by_cudnn(segments, *arrays)`; where neither runs nor a mask will do, `in_blocks(segment_ids, *arrays)`."""
+    if not runs or segment_ids is None:
+        return by_cudnn(cudnn.segment_mask(segment_ids), *arrays)
+    found = Runs.of(segment_ids)
+
+    def otherwise(*arrays: Array) -> Any:
         try:
-            return by_mask(q, keys, values, segment_ids)
+            cudnn.check_mask(arrays[0])
         except NotImplementedError:
-            return branch.branch_attention(q, keys, values, segment_ids=segment_ids).astype(q.dtype)
+            return in_blocks(segment_ids, *arrays)
+        return by_cudnn(cudnn.segment_mask(segment_ids), *arrays)
 
-    return lax.cond(runs.fit, whole, otherwise, q, list(keys), list(values))
-
-
-def merged(q: Array, keys: Sequence[Array], values: Sequence[Array], segments: Segments) -> Array:
-    """[B,T,K*G,H] from q, and keys and values [B,T,K,H] of steps 0 .. i."""
-    if len(keys) == 1:
-        none = keys[0][:, :, None][:, :, :0]
-        return _merged(q, keys[0], values[0], none, none, segments)
-    return _merged(q, keys[0], values[0], jnp.stack(keys[1:], axis=2), jnp.stack(values[1:], axis=2), segments)
+    return lax.cond(found.fit, partial(by_cudnn, found), otherwise, *arrays)
 
 
-@jax.custom_vjp
-def _merged(q: Array, k: Array, v: Array, own_k: Array, own_v: Array, segments: Segments) -> Array:
-    return _merged_forward(q, k, v, own_k, own_v, segments)[0]
-
-
-def _merged_forward(q: Array, k: Array, v: Array, own_k: Array, own_v: Array, segments: Segments) -> tuple[Array, Any]:
+def merged(segments: Segments, q: Array, k: Array, v: Array, own_k: Array, own_v: Array) -> tuple[Array, Array]:
+    """The output [B,T,K*G,H], and the float32 log-sum-exp of all its scores [B,T,K,G]."""
     shared, shared_sum = flash_forward(q, k, v, segments)
-    alone = jnp.moveaxis(shared_sum, 1, 2).reshape(*q.shape[:2], k.shape[2], -1)  # [B,T,K,G]
+    alone = jnp.moveaxis(shared_sum, 1, 2).reshape(*q.shape[:2], k.shape[2], -1)
     if not own_k.shape[2]:
-        return shared, (q, k, v, own_k, own_v, segments, shared, alone)
+        return shared, alone
     scores = _branch_scores(q, own_k)
     total = jnp.logaddexp(alone, jax.nn.logsumexp(scores, axis=-1))
     heads = (*total.shape, q.shape[-1])
     kept = jnp.exp(alone - total)[..., None]
     own = jnp.einsum("BTKGI,BTIKH->BTKGH", jnp.exp(scores - total[..., None]), own_v.astype(jnp.float32))
-    out = (shared.astype(jnp.float32).reshape(heads) * kept + own).reshape(q.shape).astype(q.dtype)
-    return out, (q, k, v, own_k, own_v, segments, out, total)
+    return (shared.astype(jnp.float32).reshape(heads) * kept + own).reshape(q.shape).astype(q.dtype), total
 
 
-def _merged_backward(residuals: Any, slope: Array) -> tuple[Array | None, ...]:
-    q, k, v, own_k, own_v, segments, out, total = residuals
+def merged_slopes(
+    segments: Segments, q: Array, k: Array, v: Array, own_k: Array, own_v: Array, out: Array, total: Array,
+    slope: Array,
+) -> tuple[Array, ...]:  # fmt: skip
+    """Gradients of q, k, v, own_k and own_v, for what `merged` gave."""
     flat = jnp.moveaxis(total.reshape(*total.shape[:2], -1), 2, 1)  # [B,K*G,T]
     dq, dk, dv = flash_backward(q, k, v, segments, flat, out, slope)
     if not own_k.shape[2]:
-        return dq, dk, dv, own_k, own_v, None
+        return dq, dk, dv, own_k, own_v
     grouped = lambda x: x.astype(jnp.float32).reshape(*total.shape, -1)
     slopes, weights = grouped(slope), jnp.exp(_branch_scores(q, own_k) - total[..., None])
     mean = jnp.sum(slopes * grouped(out), axis=-1, keepdims=True)
@@ -100,10 +125,19 @@ def _merged_backward(residuals: Any, slope: Array) -> tuple[Array | None, ...]:
     dq_own = jnp.einsum("BTKGI,BTIKH->BTKGH", d_scores, own_k.astype(jnp.float32)).reshape(q.shape)
     d_own_k = jnp.einsum("BTKGI,BTKGH->BTIKH", d_scores, grouped(q)).astype(own_k.dtype)
     d_own_v = jnp.einsum("BTKGI,BTKGH->BTIKH", weights, slopes).astype(own_v.dtype)
-    return (dq.astype(jnp.float32) + dq_own).astype(q.dtype), dk, dv, d_own_k, d_own_v, None
+    return (dq.astype(jnp.float32) + dq_own).astype(q.dtype), dk, dv, d_own_k, d_own_v
 
 
-_merged.defvjp(_merged_forward, _merged_backward)
+def _in_blocks(segment_ids: Array, q: Array, k: Array, v: Array, own_k: Array, own_v: Array) -> tuple[Array, Array]:
+    """As `merged`, by plain jnp; no log-sum-exp, which `_slopes_in_blocks` does without."""
+    keys, values = ([x, *jnp.moveaxis(own, 2, 0)] for x, own in ((k, own_k), (v, own_v)))
+    out = branch.branch_attention(q, keys, values, segment_ids=segment_ids).astype(q.dtype)
+    return out, jnp.zeros_like(q[..., 0], dtype=jnp.float32).reshape(*k.shape[:3], -1)
+
+
+def _slopes_in_blocks(segment_ids: Array, *args: Array) -> tuple[Array, ...]:
+    *arrays, _, _, slope = args
+    return jax.vjp(lambda *arrays: _in_blocks(segment_ids, *arrays)[0], *arrays)[1](slope)
 
 
 def _branch_scores(q: Array, own_k: Array) -> Array:
@@ -116,7 +150,7 @@ def flash_forward(q: Array, k: Array, v: Array, segments: Segments) -> tuple[Arr
     """Causal attention [B,T,K*G,H], and the float32 log-sum-exp of its scores [B,K*G,T]."""
     if not isinstance(segments, Runs):
         return cudnn_forward(q, k, v, segments)
-    found = jnp.zeros_like(q), jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+    found = jnp.zeros_like(q), jnp.moveaxis(jnp.zeros_like(q[..., 0], dtype=jnp.float32), 1, 2)
     for level in segments.levels:
 
         def attend(found: tuple[Array, Array], level: Level = level) -> tuple[Array, Array]:

@@ -27,7 +27,7 @@ _LARGEST_OFFSET = 2**31 - 1  # cuDNN's offsets are int32, in elements
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """Runs of about one length, at most M of a row and S = T / cut tokens long.
+    """Runs of about one length, M of a row (more, and they do not `fit`) and S = T / cut tokens long at most.
 
     own: [B,T] bool, which tokens are of one. slots, places: [B,T] int32, which run of the level, and where in it.
     starts, lengths: [B,M] int32; T and 0 beyond the last.
@@ -85,14 +85,23 @@ class Runs:
         return cls(tuple(levels), fit)
 
 
-def check(q: Array) -> None:
-    """Raises NotImplementedError for what cuDNN cannot do with q [B,T,N,H]."""
+def check(q: Array, k: Array, packed: bool = False) -> None:
+    """Raises NotImplementedError for what cuDNN cannot do, on this GPU, with q [B,T,N,H] and k [B,T,K,H].
+
+    jax's own checks are asked, which its primitives do not make. packed: rows by their runs.
+    """
     if jax.default_backend() != "gpu":
         raise NotImplementedError("cuDNN needs an NVIDIA GPU")
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"cuDNN attends in bfloat16 or float16, not {q.dtype}")
-    if q.shape[-1] > 256 or q.shape[-1] % 8:
-        raise NotImplementedError(f"a head width of {q.shape[-1]}: cuDNN takes multiples of 8 up to 256")
+    from jax._src.cudnn import fused_attention_stablehlo as module
+
+    try:
+        version = module.check_cudnn_version()
+    except RuntimeError as error:
+        raise NotImplementedError(str(error)) from error
+    layout = module.AttentionLayout.BTNH.value
+    module.check_is_flash_attention(q, k, k, layout, version, has_bias=False, is_training=True, is_packed=packed)
 
 
 def check_runs(q: Array) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -87,7 +90,7 @@ def cudnn_backward(q: Array, k: Array, v: Array, segments: Any, log_sum: Array, 
 @pytest.fixture
 def without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in for cuDNN looks at numbers, so that nothing of it may be traced."""
-    monkeypatch.setattr(cudnn, "check", lambda *_: None)
+    monkeypatch.setattr(cudnn, "check", lambda *_, **__: None)
     monkeypatch.setattr(cudnn, "_SHORTEST", 2)
     monkeypatch.setattr(branch_cudnn.lax, "cond", lambda which, yes, no, *args: yes(*args) if which else no(*args))
     monkeypatch.setattr(branch_cudnn, "cudnn_forward", cudnn_forward)
@@ -157,15 +160,19 @@ def test_rows_of_too_many_segments_go_another_way(
     took, merged = [], branch_cudnn.merged
 
     def noted(*args: Any) -> Array:
-        took.append("Runs" if isinstance(args[3], cudnn.Runs) else "mask")
+        took.append("Runs" if isinstance(args[0], cudnn.Runs) else "mask")
         return merged(*args)
 
     monkeypatch.setattr(branch_cudnn, "merged", noted)
     q = jax.random.normal(jax.random.key(0), (1, 64, 2, 8))
     ids = jnp.minimum(jnp.arange(64)[None] // 2, short).astype(jnp.int32)  # short ones of two tokens, and a long one
     got = branch_cudnn.by_runs(q, [q], [q], ids)
+    wanted = lambda q: branch_attention(q, [q, 2 * q], [q, q], segment_ids=ids, implementation="reference")
     assert_close(got, branch_attention(q, [q], [q], segment_ids=ids, implementation="reference"))
     assert took == ([] if way == "blocks" else [way])
+    ours = lambda q: branch_cudnn.by_runs(q, [q, 2 * q], [q, q], ids)
+    slopes, wanted_slopes = (jax.grad(lambda q, f=f: jnp.sum(f(q) ** 2))(q) for f in (ours, wanted))
+    assert_close(slopes, wanted_slopes)
 
 
 def test_what_cudnn_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +188,117 @@ def test_what_cudnn_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         told = [(int(start) // (4 * 8), int(n)) for start, n in zip(flat, places, strict=False) if n]
         assert told == [(32 * b + start, end - start) for b, _, start, end in runs_of(level)]
         assert (np.asarray(key_offsets) * 2 == np.asarray(offsets)).all()
+        nobodys = flat[: places.size][places == 0], flat[places.size :]
+        assert {int(start) // (4 * 8) for start in nobodys[0]} <= {32, 64, 96}, "an empty run begins at its row's end"
+        assert set(nobodys[1].tolist()) == {3 * 32 * 4 * 8}
+
+
+def lowered(gradient: bool, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a GPU's compiler is given, of rows of two levels; cuDNN itself is not needed for that."""
+    monkeypatch.setattr(cudnn, "check", lambda *_, **__: None)
+    at = lambda heads: jax.ShapeDtypeStruct((2, 128, heads, 64), jnp.bfloat16)
+    attend = lambda q, k, v, ids: branch_cudnn.by_runs(q, [k], [v], ids)
+    slopes = lambda q, k, v, s, ids: jax.vjp(lambda *qkv: attend(*qkv, ids), q, k, v)[1](s)
+    ids, rows = jax.ShapeDtypeStruct((2, 128), jnp.int32), (at(4), at(2), at(2))
+    traced = jax.jit(slopes).trace(*rows, at(4), ids) if gradient else jax.jit(attend).trace(*rows, ids)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_what_a_gpu_is_given(gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "__cudnn$fmhaSoftmax" + ("Backward" if gradient else "")
+    calls = [line for line in lowered(gradient, monkeypatch).splitlines() if f"@{name}(" in line]
+    runs = [line for line in calls if "PADDING_CAUSAL" in line]
+    assert len(runs) == 2 and all(re.search(r"max_seg_per_batch\\22: 4\b", line) for line in runs)
+    for line, cut in zip(runs, (1, 4), strict=True):
+        query, key = (f"tensor<{2 * cut}x{128 // cut}x{heads}x64xbf16>" for heads in (4, 2))
+        summed = f"tensor<{2 * 4 * cut}x4x{128 // cut}xf32>"
+        numbers = [f"tensor<{2 * cut}x{n}xi32>" for n in (4, 4, 5, 5)]
+        given = [query, key, key, summed, query, query, *numbers] if gradient else [query, key, key, *numbers]
+        assert f"({', '.join(given)}) -> " in line
+
+
+def test_the_gradient_is_given_slope_and_output_in_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are of one shape: which is which shows in the order of what jax's primitive takes."""
+    taken: list[Any] = []
+    from jax._src.cudnn import fused_attention_stablehlo as module
+
+    for name in ("_dot_product_attention_bwd_p", "_dot_product_attention_bwd_p_wrapper"):
+        stub = types.SimpleNamespace(bind=lambda *args, **_: taken.append(args[10:]) or args[:3])
+        monkeypatch.setattr(module, name, stub)
+    q, k = jnp.zeros((3, 32, 4, 8), jnp.bfloat16), jnp.zeros((3, 32, 2, 8), jnp.bfloat16)
+    out, slope, log_sum = q + 1, jnp.full(q.shape, 2.0), jnp.zeros((3, 4, 32), jnp.bfloat16)
+    for segments in (None, cudnn.Runs.of(jnp.asarray(PACKED, jnp.int32)).levels[0]):
+        monkeypatch.setattr(branch_cudnn.lax, "cond", lambda which, yes, no, *args: yes(*args))
+        runs = None if segments is None else cudnn.Runs((segments,), jnp.bool_(True))
+        branch_cudnn.flash_backward(q, k, k, runs, log_sum, out, slope)
+        sums, first, second = taken.pop()
+        assert sums.dtype == jnp.float32 and first.dtype == second.dtype == jnp.bfloat16
+        assert (first == 1).all() and (second == 2).all()
+
+
+def test_nothing_as_large_as_a_mask_is_kept_for_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "check", lambda *_, **__: None)
+    at = lambda heads: jax.ShapeDtypeStruct((2, 512, heads, 8), jnp.bfloat16)
+
+    def kept(q: Array, k: Array, v: Array, ids: Array) -> Any:
+        return jax.vjp(lambda *qkv: branch_cudnn.by_runs(qkv[0], [qkv[1]], [qkv[2]], ids), q, k, v)[1]
+
+    ids = jax.ShapeDtypeStruct((2, 512), jnp.int32)
+    arrays = jax.tree.leaves(jax.eval_shape(kept, at(4), at(2), at(2), ids))
+    inputs = 2 * 512 * (4 + 2 + 2) * 8
+    assert sum(x.size for x in arrays) <= inputs + 2 * 512 * (4 * 8 + 4 + 1), "inputs, output, log-sum-exps and ids"
+
+
+@pytest.mark.parametrize(
+    ("ids", "spread", "works", "proven", "called"),
+    [
+        (True, False, True, ["packed rows by their runs"], "by_runs"),
+        (True, False, False, ["packed rows by their runs", "branch_attention by cuDNN"], "by_mask"),
+        (True, True, True, ["branch_attention by cuDNN"], "by_mask"),
+        (False, False, True, ["branch_attention by cuDNN"], "by_mask"),
+    ],
+)
+def test_which_way_is_chosen_and_proven_before(
+    ids: bool, spread: bool, works: bool, proven: list[str], called: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def require(name: str, *_: Any) -> None:
+        asked.append(name.removesuffix(" on this GPU"))
+        if not works and "runs" in name:
+            raise NotImplementedError("it differs")
+
+    monkeypatch.setattr(cudnn, "check", lambda *_, **__: None)
+    monkeypatch.setattr(proof, "require", require)
+    for name in ("by_runs", "by_mask"):
+        monkeypatch.setattr(branch_cudnn, name, lambda *_, name=name: name)
+    q = jnp.zeros((1, 8, 2, 8), jnp.bfloat16)
+    with dispatch.spread() if spread else contextlib.nullcontext():
+        found: Any = branch_attention(q, [q], [q], segment_ids=jnp.ones((1, 8), jnp.int32) if ids else None)
+    assert found == called and asked == proven
+
+
+@pytest.mark.parametrize(
+    ("capability", "width", "packed", "fits"),
+    [((8, 0), 128, False, True), ((8, 0), 256, False, False), ((8, 0), 128, True, False), ((9, 0), 256, True, True),
+     ((9, 0), 264, False, False), ((9, 0), 100, False, False)],
+)  # fmt: skip
+def test_what_a_gpu_can_do_is_asked_of_jax(
+    capability: tuple[int, int], width: int, packed: bool, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jax._src.cudnn import fused_attention_stablehlo as module
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(module, "check_cudnn_version", lambda: 91000)
+    reached = lambda wanted: capability >= tuple(map(int, wanted.split(".")))
+    monkeypatch.setattr(module, "check_compute_capability", reached)
+    monkeypatch.setattr(module, "is_cuda_compute_capability_equal", lambda _: False)
+    q = jnp.zeros((1, 8, 2, width), jnp.bfloat16)
+    with contextlib.nullcontext() if fits else pytest.raises(NotImplementedError):
+        cudnn.check(q, q, packed)
+    with pytest.raises(NotImplementedError, match="not float32"):
+        cudnn.check(q.astype(jnp.float32), q)
 
 
 @pytest.mark.parametrize("way", [branch_cudnn.by_mask, branch_cudnn.by_runs])
